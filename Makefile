@@ -1,0 +1,49 @@
+# Every target makes what it needs, its virtual environment included. `make help` lists them.
+
+PYTHON ?= python3
+VENV ?= .venv
+CHIP ?= v7x
+SHAPES ?= examples/shapes.yaml
+JOBS ?= 2
+TUNE_ARGS ?=
+TEST_ARGS ?=
+
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+# All targets share one environment: two installs into it must not run at once.
+.NOTPARALLEL:
+.PHONY: help tune test test-newest lint format calibrate compare clean
+
+help: ## List the targets and the variables
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@echo
+	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) CHIP=$(CHIP) SHAPES=$(SHAPES) JOBS=$(JOBS)"
+	@echo "           TUNE_ARGS= (more options of kdagen tune)  TEST_ARGS= (more options of pytest)"
+
+tune: $(VENV)/.installed-tpu ## Tune the shapes of SHAPES for CHIP; no TPU is needed
+	$(BIN)/kdagen tune --chip $(CHIP) --shapes $(SHAPES) --jobs $(JOBS) $(TUNE_ARGS)
+
+test: $(VENV)/.installed-test ## Run the tests, JOBS at a time
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TEST_ARGS)
+
+lint: $(VENV)/.installed-dev ## Check style, formatting and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev ## Rewrite the sources in the project's format
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean: ## Remove the virtual environments and the caches
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+
+# venv installs pip last, so its presence says that the environment is whole.
+$(BIN)/pip:
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp an extra (tpu, test, dev); a change of the dependencies installs anew.
+$(VENV)/.installed-%: pyproject.toml | $(BIN)/pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	@touch $@

@@ -1,0 +1,1 @@
+"""Generates, tunes and dispatches Pallas kernels for Kimi Delta Attention on TPU."""
