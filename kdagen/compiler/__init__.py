@@ -1,0 +1,1 @@
+"""Compiling for a TPU without one, reading the compiler's schedule, and time from that."""
