@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+NEWEST_VENV ?= .venv-newest
 CHIP ?= v7x
 SHAPES ?= examples/shapes.yaml
 JOBS ?= 2
@@ -27,6 +28,9 @@ tune: $(VENV)/.installed-tpu ## Tune the shapes of SHAPES for CHIP; no TPU is ne
 test: $(VENV)/.installed-test ## Run the tests, JOBS at a time
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TEST_ARGS)
 
+test-newest: $(NEWEST_VENV)/.installed-test ## Run the tests on the newest Python and JAX
+	$(NEWEST_VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile $(TEST_ARGS)
+
 lint: $(VENV)/.installed-dev ## Check style, formatting and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -37,7 +41,7 @@ format: $(VENV)/.installed-dev ## Rewrite the sources in the project's format
 	$(BIN)/ruff format
 
 clean: ## Remove the virtual environments and the caches
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(NEWEST_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 
 # venv installs pip last, so its presence says that the environment is whole.
 $(BIN)/pip:
@@ -46,4 +50,12 @@ $(BIN)/pip:
 # One stamp an extra (tpu, test, dev); a change of the dependencies installs anew.
 $(VENV)/.installed-%: pyproject.toml | $(BIN)/pip
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	@touch $@
+
+$(NEWEST_VENV)/bin/pip:
+	newest=$$($(PYTHON) .ci/newest-python) && "$$newest" -m venv $(NEWEST_VENV)
+
+$(NEWEST_VENV)/.installed-test: pyproject.toml | $(NEWEST_VENV)/bin/pip
+	$(NEWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--editable '.[test]' 'jax[tpu]>=0.12'
 	@touch $@
