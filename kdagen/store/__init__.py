@@ -1,0 +1,1 @@
+"""The table of results: its schema, its rows, and files of it that ship."""

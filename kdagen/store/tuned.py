@@ -1,0 +1,360 @@
+"""Typed rows of the results database.
+
+Several processes may write one file. A write is one short transaction that takes the lock first
+(``BEGIN IMMEDIATE``): a transaction that begins as a reader loses what another process wrote
+between its read and its write.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from sqlite_utils import Database
+
+from kdagen.errors import KdagenError
+from kdagen.problem import Problem
+from kdagen.store.schema import migrations
+
+_LOCK_WAIT_SECONDS = 60.0
+
+
+class StoreError(KdagenError):
+    """A file that is not a results database, or that cannot be opened or written."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What a result depends on beside its problem and its variant.
+
+    Attributes:
+      chip: name of the chip.
+      jax, jaxlib, libtpu, kdagen: versions.
+      generator: hash of the templates and of the code that generated modules import.
+      model: hash of the time model and of the chip's parameters in it.
+    """
+
+    chip: str
+    jax: str
+    jaxlib: str
+    libtpu: str
+    kdagen: str
+    generator: str
+    model: str
+
+
+@dataclass(frozen=True)
+class TensorError:
+    """How far one output is from the float64 reference.
+
+    Attributes:
+      error: rms(x - reference) / rms(reference); None where the output is not finite.
+      bound: the largest error that passes.
+    """
+
+    error: float | None
+    bound: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error is not None and self.error <= self.bound
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one candidate for one problem in one environment.
+
+    Attributes:
+      variant, variant_id: canonical JSON of the parameters, and the hash of the generated code.
+      source: "hardware" or "compiler".
+      status: "ok", or what went wrong: "illegal", "compile_failed", "vmem", "died", "hung" or
+        "wrong".
+      reason: what went wrong, in one line; empty for "ok".
+      is_default: whether it is the default variant of its problem.
+      seconds: time of one call of the whole problem.
+      spread: relative spread of repeated measurements; None for a modelled time.
+      modelled_seconds: the model's time, beside the measured one where source is "hardware".
+      model_error: mean relative error of the chip's model, None where it is not calibrated.
+      loop_bundles: bundles in the loop over chunks.
+      spills: loads and stores of spilled registers in that loop.
+      dma_in_bytes, dma_out_bytes: of one call of the whole problem.
+      floor_bytes, floor_seconds: operands read once and results written once, and the time that
+        takes at the chip's HBM rate.
+      vmem_used_bytes, vmem_limit_bytes: used by the kernel, and allowed to it.
+      errors: by the name of the output; None where the numbers were not checked.
+    """
+
+    variant: str
+    variant_id: str
+    source: str
+    status: str
+    reason: str = ""
+    is_default: bool = False
+    seconds: float | None = None
+    spread: float | None = None
+    modelled_seconds: float | None = None
+    model_error: float | None = None
+    loop_bundles: int | None = None
+    spills: int | None = None
+    dma_in_bytes: int | None = None
+    dma_out_bytes: int | None = None
+    floor_bytes: int | None = None
+    floor_seconds: float | None = None
+    vmem_used_bytes: int | None = None
+    vmem_limit_bytes: int | None = None
+    errors: dict[str, TensorError] | None = None
+
+    @property
+    def checked(self) -> bool:
+        return self.errors is not None
+
+    @property
+    def error(self) -> float | None:
+        """The largest error of any output; None where not checked, NaN where one is not finite."""
+        if not self.errors:
+            return None
+        values = [e.error for e in self.errors.values()]
+        return float("nan") if None in values else max(v for v in values if v is not None)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A result with what it belongs to, as listings show it."""
+
+    name: str
+    problem: Problem
+    environment: Environment
+    result: Result
+    is_winner: bool
+    environment_id: int = field(compare=False, default=0)
+
+
+_RESULT_COLUMNS = tuple(f.name for f in fields(Result) if f.name != "errors")
+_ENVIRONMENT_COLUMNS = tuple(f.name for f in fields(Environment))
+
+
+def default_path() -> Path:
+    """Where ``kdagen tune`` writes unless told: ``$KDAGEN_DB``, or kdagen/tuned.sqlite in the
+    user's data directory (``$XDG_DATA_HOME``, or ~/.local/share)."""
+    if named := os.environ.get("KDAGEN_DB"):
+        return Path(named)
+    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(data) / "kdagen" / "tuned.sqlite"
+
+
+class Store:
+    """A results database, open for reading and writing; a context manager that closes it.
+
+    Args:
+      path: the file; it and its folder are made if they are not there.
+      must_exist: refuse to make a new one.
+
+    Raises:
+      StoreError: the file is no such database, is absent or cannot be opened.
+    """
+
+    def __init__(self, path: str | Path, *, must_exist: bool = False) -> None:
+        self.path = Path(path)
+        if must_exist and not self.path.is_file():
+            raise StoreError(f"database {self.path}: no such file; kdagen tune makes it")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            connection = sqlite3.connect(self.path, timeout=_LOCK_WAIT_SECONDS)
+        except (OSError, sqlite3.Error) as error:
+            raise StoreError(f"database {self.path}: cannot be opened: {error}") from error
+        self.db = Database(connection)
+        try:
+            connection.execute("PRAGMA foreign_keys = ON")
+            self._migrate()
+        except sqlite3.Error as error:
+            connection.close()
+            raise StoreError(f"database {self.path}: not a results database: {error}") from error
+        except BaseException:
+            connection.close()
+            raise
+
+    def _migrate(self) -> None:
+        tables = self.db.table_names()
+        if tables and migrations.migrations_table not in tables:
+            raise StoreError(f"database {self.path}: it holds other tables: {', '.join(tables)}")
+        if migrations.pending(self.db):
+            # Taking the lock first lets two processes open a new file at once.
+            with self.writing():
+                migrations.apply(self.db)
+
+    def close(self) -> None:
+        self.db.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def writing(self) -> Iterator[Database]:
+        """A transaction that has the write lock from its start. Rolled back on an exception."""
+        connection = self.db.conn
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield self.db
+        except BaseException:
+            connection.rollback()
+            raise
+        connection.commit()
+
+    def put_environment(self, environment: Environment) -> int:
+        """The id of the environment's row, which is made if it is not there."""
+        values = asdict(environment)
+        with self.writing() as db:
+            return _find_or_insert(db, "environments", values, values)
+
+    def put_problem(self, problem: Problem, name: str) -> int:
+        """The id of the problem's row; its name becomes ``name``."""
+        key = {"problem": problem.to_json()}
+        with self.writing() as db:
+            row_id = _find_or_insert(
+                db, "problems", key, {**key, "key": problem.key(), "name": name}
+            )
+            db.execute("UPDATE problems SET name = ? WHERE id = ?", [name, row_id])
+            return row_id
+
+    def put_result(self, environment_id: int, problem_id: int, result: Result) -> int:
+        """Write one candidate's row, or write it anew; the id of the row.
+
+        Raises:
+          sqlite3.IntegrityError: no such environment or problem, or a value the schema refuses.
+        """
+        values: dict[str, Any] = {name: getattr(result, name) for name in _RESULT_COLUMNS}
+        values |= {"environment_id": environment_id, "problem_id": problem_id}
+        values["is_default"] = int(result.is_default)
+        identity = ("environment_id", "problem_id", "source", "variant_id")
+        with self.writing() as db:
+            row_id = _find_or_insert(db, "results", {k: values[k] for k in identity}, values)
+            assignments = ", ".join(f"{name} = :{name}" for name in values)
+            db.execute(f"UPDATE results SET {assignments} WHERE id = :id", {**values, "id": row_id})
+            db.execute("DELETE FROM errors WHERE result_id = ?", [row_id])
+            for tensor, error in (result.errors or {}).items():
+                db.execute(
+                    "INSERT INTO errors (result_id, tensor, error, bound) VALUES (?, ?, ?, ?)",
+                    [row_id, tensor, error.error, error.bound],
+                )
+            return row_id
+
+    def results(self, environment_id: int, problem_id: int, source: str) -> list[Result]:
+        """The candidates of one problem in one environment, in the order they were recorded."""
+        where = "r.environment_id = ? AND r.problem_id = ? AND r.source = ?"
+        return [e.result for e in self._entries(where, [environment_id, problem_id, source])]
+
+    def choose(self, environment_id: int, problem_id: int, source: str, variant_id: str) -> None:
+        """Make a result the winner of its problem, environment and source.
+
+        Raises:
+          StoreError: there is no such result, or its status is not "ok".
+        """
+        with self.writing() as db:
+            row = db.execute(
+                "SELECT id FROM results WHERE environment_id = ? AND problem_id = ? "
+                "AND source = ? AND variant_id = ? AND status = 'ok'",
+                [environment_id, problem_id, source, variant_id],
+            ).fetchone()
+            if row is None:
+                raise StoreError(f"variant_id: no result {variant_id!r} with status ok to choose")
+            db.execute(
+                "INSERT INTO chosen (environment_id, problem_id, source, result_id) "
+                "VALUES (?, ?, ?, ?) "
+                "ON CONFLICT DO UPDATE SET result_id = excluded.result_id",
+                [environment_id, problem_id, source, row[0]],
+            )
+
+    def forget_choice(self, environment_id: int, problem_id: int, source: str) -> None:
+        """Leave a problem without a winner."""
+        with self.writing() as db:
+            db.execute(
+                "DELETE FROM chosen WHERE environment_id = ? AND problem_id = ? AND source = ?",
+                [environment_id, problem_id, source],
+            )
+
+    def entries(
+        self,
+        *,
+        chip: str | None = None,
+        name: str | None = None,
+        winners_only: bool = False,
+    ) -> list[Entry]:
+        """Results by chip, environment, name of the problem and time, fastest first."""
+        where, values = ["1"], []
+        for column, value in (("e.chip", chip), ("p.name", name)):
+            if value is not None:
+                where.append(f"{column} = ?")
+                values.append(value)
+        if winners_only:
+            where.append("c.result_id IS NOT NULL")
+        order = "e.chip, e.id, p.name, p.id, r.source, r.seconds IS NULL, r.seconds, r.id"
+        return self._entries(" AND ".join(where), values, order)
+
+    def problems(self) -> dict[str, Problem]:
+        """Every problem in the file by its name; of two with one name, the later."""
+        rows = self.db.execute("SELECT name, problem FROM problems ORDER BY id")
+        return {name: _problem(text) for name, text in rows}
+
+    def _entries(self, where: str, values: Sequence[Any], order: str = "r.id") -> list[Entry]:
+        columns = [f"r.{name}" for name in _RESULT_COLUMNS]
+        columns += [f"e.{name}" for name in _ENVIRONMENT_COLUMNS]
+        columns += ["r.id", "e.id", "p.name", "p.problem", "c.result_id IS NOT NULL"]
+        rows = self.db.execute(
+            f"""
+            SELECT {", ".join(columns)} FROM results AS r
+            JOIN environments AS e ON e.id = r.environment_id
+            JOIN problems AS p ON p.id = r.problem_id
+            LEFT JOIN chosen AS c ON c.result_id = r.id
+            WHERE {where} ORDER BY {order}
+            """,
+            values,
+        ).fetchall()
+        errors: dict[int, dict[str, TensorError]] = {}
+        for row_id, tensor, error, bound in self.db.execute(
+            "SELECT result_id, tensor, error, bound FROM errors ORDER BY result_id, tensor"
+        ):
+            errors.setdefault(row_id, {})[tensor] = TensorError(error, bound)
+        entries = []
+        for row in rows:
+            result_values = dict(zip(_RESULT_COLUMNS, row, strict=False))
+            result_values["is_default"] = bool(result_values["is_default"])
+            rest = row[len(_RESULT_COLUMNS) :]
+            environment = Environment(*rest[: len(_ENVIRONMENT_COLUMNS)])
+            row_id, environment_id, name, problem, is_winner = rest[len(_ENVIRONMENT_COLUMNS) :]
+            entries.append(
+                Entry(
+                    name=name,
+                    problem=_problem(problem),
+                    environment=environment,
+                    result=Result(**result_values, errors=errors.get(row_id)),
+                    is_winner=bool(is_winner),
+                    environment_id=environment_id,
+                )
+            )
+        return entries
+
+
+def _problem(text: str) -> Problem:
+    return Problem.from_dict(json.loads(text))
+
+
+def _find_or_insert(
+    db: Database, table: str, identity: dict[str, Any], values: dict[str, Any]
+) -> int:
+    where = " AND ".join(f"{name} = :{name}" for name in identity)
+    row = db.execute(f"SELECT id FROM {table} WHERE {where}", identity).fetchone()
+    if row is not None:
+        return row[0]
+    names = ", ".join(values)
+    places = ", ".join(f":{name}" for name in values)
+    cursor = db.execute(f"INSERT INTO {table} ({names}) VALUES ({places})", values)
+    return cursor.lastrowid
