@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.house.documents import DOCUMENTS, ROOT, shell_lines
 
 MACHINE_PATH = re.compile(r"(?<![\w.}-])/(?:work|root|home|farm)/")
 REGISTRY_HOST = re.compile(
@@ -32,13 +32,6 @@ def tracked_files() -> list[Path]:
     return [path for path in paths if path.is_file() and not path.is_symlink()]
 
 
-def shell_lines(text: str) -> list[str]:
-    """Return the command lines of the ``sh`` blocks of a Markdown text, without comments."""
-    blocks = re.findall(r"^```sh\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
-    lines = (line.split(" #")[0].strip() for block in blocks for line in block.splitlines())
-    return [line for line in lines if line and not line.startswith("#")]
-
-
 @pytest.mark.parametrize(
     ("forbidden", "example"),
     [
@@ -60,7 +53,7 @@ def test_readme_tunes_and_tests_by_make() -> None:
     assert commands[:2] == ["make tune", "make test"]
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/user-guide.md"])
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_make_commands_in_documents_exist(document: str) -> None:
     commands = [
         line for line in shell_lines((ROOT / document).read_text()) if line.startswith("make ")
