@@ -1,0 +1,24 @@
+"""The static part of a call, shared by the references and by what wraps them."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the computation is told beside its arrays.
+
+    Attributes:
+      scale: factor of the query.
+      use_qk_l2norm: query and key are L2-normalised first.
+      use_gate_in_kernel: the gate operand is raw and has to be activated.
+      lower_bound: of a raw gate, in [-5, 0), or None for the softplus activation.
+      output_final_state: the caller wants the final state.
+      residuals: "save" keeps chunk-start states for the backward, "rematerialize" the inputs only.
+    """
+
+    scale: float
+    use_qk_l2norm: bool = False
+    use_gate_in_kernel: bool = False
+    lower_bound: float | None = None
+    output_final_state: bool = True
+    residuals: str = "save"
