@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 NEWEST_VENV ?= .venv-newest
+BENCHMARK_VENV ?= .venv-benchmark
 CHIP ?= v7x
 SHAPES ?= examples/shapes.yaml
 JOBS ?= 2
@@ -28,7 +29,7 @@ tune: $(VENV)/.installed-tpu ## Tune the shapes of SHAPES for CHIP; no TPU is ne
 test: $(VENV)/.installed-test ## Run the tests, JOBS at a time
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TEST_ARGS)
 
-test-newest: $(NEWEST_VENV)/.installed-test ## Run the tests on the newest Python and JAX
+test-newest: $(NEWEST_VENV)/.installed ## Run the tests on the newest Python and JAX
 	$(NEWEST_VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile $(TEST_ARGS)
 
 lint: $(VENV)/.installed-dev ## Check style, formatting and types
@@ -40,8 +41,14 @@ format: $(VENV)/.installed-dev ## Rewrite the sources in the project's format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+calibrate: $(BENCHMARK_VENV)/.installed ## Hold the time model against published measurements
+	$(BENCHMARK_VENV)/bin/python benchmarks/calibrate.py
+
+compare: $(BENCHMARK_VENV)/.installed ## Model tokamax's forward kernels and this one side by side
+	$(BENCHMARK_VENV)/bin/python benchmarks/compare.py
+
 clean: ## Remove the virtual environments and the caches
-	rm -rf $(VENV) $(NEWEST_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(NEWEST_VENV) $(BENCHMARK_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 
 # venv installs pip last, so its presence says that the environment is whole.
 $(BIN)/pip:
@@ -52,10 +59,16 @@ $(VENV)/.installed-%: pyproject.toml | $(BIN)/pip
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
 	@touch $@
 
-$(NEWEST_VENV)/bin/pip:
-	newest=$$($(PYTHON) .ci/newest-python) && "$$newest" -m venv $(NEWEST_VENV)
+# tokamax needs Python 3.12 or newer, and a comparison one JAX for both sides.
+$(NEWEST_VENV)/bin/pip $(BENCHMARK_VENV)/bin/pip:
+	newest=$$($(PYTHON) .ci/newest-python) && "$$newest" -m venv $(patsubst %/bin/pip,%,$@)
 
-$(NEWEST_VENV)/.installed-test: pyproject.toml | $(NEWEST_VENV)/bin/pip
+$(NEWEST_VENV)/.installed: pyproject.toml | $(NEWEST_VENV)/bin/pip
 	$(NEWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 		--editable '.[test]' 'jax[tpu]>=0.12'
+	@touch $@
+
+$(BENCHMARK_VENV)/.installed: pyproject.toml | $(BENCHMARK_VENV)/bin/pip
+	$(BENCHMARK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--editable '.[benchmark]'
 	@touch $@

@@ -12,3 +12,8 @@ def shell_lines(text: str) -> list[str]:
     blocks = re.findall(r"^```sh\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     lines = (line.split(" #")[0].strip() for block in blocks for line in block.splitlines())
     return [line for line in lines if line and not line.startswith("#")]
+
+
+def python_blocks(text: str) -> list[str]:
+    """Return the ``python`` blocks of a Markdown text."""
+    return re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)

@@ -65,6 +65,7 @@ def test_make_commands_in_documents_exist(document: str) -> None:
             ["make", "--dry-run", *arguments], cwd=ROOT, capture_output=True, text=True
         )
         assert result.returncode == 0, f"{document}: {command}: {result.stderr}"
+        assert "Nothing to be done" not in result.stdout, f"{document}: {command} does nothing"
 
 
 def test_continuous_integration_runs_the_test_command() -> None:
