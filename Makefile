@@ -61,7 +61,7 @@ $(VENV)/.installed-%: pyproject.toml | $(BIN)/pip
 
 # tokamax needs Python 3.12 or newer, and a comparison one JAX for both sides.
 $(NEWEST_VENV)/bin/pip $(BENCHMARK_VENV)/bin/pip:
-	newest=$$($(PYTHON) .ci/newest-python) && "$$newest" -m venv $(patsubst %/bin/pip,%,$@)
+	newest=$$($(PYTHON) .ci/newest_python.py) && "$$newest" -m venv $(patsubst %/bin/pip,%,$@)
 
 $(NEWEST_VENV)/.installed: pyproject.toml | $(NEWEST_VENV)/bin/pip
 	$(NEWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
