@@ -16,14 +16,18 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Share what JAX compiles for the CPU between this run's tests and their processes.
+    """Give this run folders of its own for the user's data and for what is compiled.
 
-    A kernel in interpret mode compiles for seconds and runs for a moment, and many tests use the
-    same one on other numbers. Workers inherit the environment, so only the first process makes a
-    folder; it is removed at the end of the run.
+    No test then sees the tables of whoever runs it. And the run's tests and processes share what
+    JAX compiles for the CPU: a kernel in interpret mode compiles for seconds and runs for a
+    moment, and many tests use the same one on other numbers.
     """
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        folder = tempfile.mkdtemp(prefix="kdagen-tests-")
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
-        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
-        config.add_cleanup(functools.partial(shutil.rmtree, folder, ignore_errors=True))
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return  # workers inherit the environment of the process that made the folders
+    folder = tempfile.mkdtemp(prefix="kdagen-tests-")
+    config.add_cleanup(functools.partial(shutil.rmtree, folder, ignore_errors=True))
+    os.environ["XDG_CACHE_HOME"] = os.path.join(folder, "cache")
+    os.environ["XDG_DATA_HOME"] = os.path.join(folder, "data")
+    os.environ.pop("KDAGEN_DB", None)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(folder, "jax")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
