@@ -1,0 +1,200 @@
+"""In which order the stages of a pipelined kernel are written down, and whether that order is safe.
+
+The MXU runs a program in its own order, and one head's chain of small dependent products leaves it
+idle most of the time. So chunk-heads are emitted in lockstep: each stage of each chunk-head is cut
+into segments that end with a matrix product, and a plan interleaves the segments. Three stages of
+different chunks overlap within one grid step ``t``:
+
+  relations   of chunk block t: decay factors, q k^T and k k^T within a chunk
+  inverse     of chunk block t - 1: (I + L)^-1
+  recurrence  of chunk block t - 2: output and state
+
+They hand over through VMEM scratch with two slots, taken by the parity of the block. Blocks t and
+t - 2 share a slot, so what the recurrence reads must be read before the relations overwrite it: a
+plan that breaks this computes wrong numbers without any other sign.
+
+Everything here is plain Python over integers: it decides legality before anything is traced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kdagen.errors import KdagenError
+from kdagen.kernels.tiling import LANES, Job
+
+RECURRENCE, INVERSE, RELATIONS = "recurrence", "inverse", "relations"
+PIPELINE_STAGES = 3
+
+ORDERS = {
+    "rir": (RECURRENCE, INVERSE, RELATIONS),
+    "irr": (INVERSE, RECURRENCE, RELATIONS),
+    "rri": (RECURRENCE, RELATIONS, INVERSE),
+}
+"""Which stage goes first within a slot."""
+
+RECURRENCE_PRODUCTS = 3
+_LAST_HANDOVER_READ = 2
+"""The last segment of a recurrence that reads what the relations wrote two blocks ago."""
+
+
+class EmissionError(KdagenError, ValueError):
+    """A plan that would read a scratch slot after it was overwritten, or a state before it exists."""
+
+
+def relation_tiles(decay: str, chunk: int, sub_block: int) -> tuple[tuple[Job, ...], ...]:
+    """Packs the relation blocks of a chunk into as few 128-lane products as first fit finds.
+
+    A job stays at the lane where its columns belong if that is free, and else fills a hole.
+    """
+    wanted = []
+    if decay == "bounded":
+        for i in range(chunk // sub_block):
+            wanted.append(("block", i, i * sub_block, sub_block, 0, (i + 1) * sub_block))
+    else:
+        pair = 2 * sub_block
+        for i in range(chunk // pair):
+            if i:
+                wanted.append(("early", i, i * pair, pair, 0, i * pair))
+            wanted.append(("right", i, i * pair + sub_block, sub_block, i * pair, pair))
+            wanted.append(("left", i, i * pair, sub_block, i * pair, sub_block))
+    free: list[list[bool]] = []
+    tiles: list[list[Job]] = []
+
+    def place(entry, sources, new: bool) -> bool:
+        kind, index, row, rows, lane, lanes = entry
+        fits = ((t, s) for s in sources for t, f in enumerate(free) if all(f[s : s + lanes]))
+        tile, source = next(fits, (len(tiles), lane) if new else (-1, 0))
+        if tile < 0:
+            return False
+        if tile == len(tiles):
+            tiles.append([])
+            free.append([True] * chunk)
+        free[tile][source : source + lanes] = [False] * lanes
+        tiles[tile].append(Job(kind, index, row, rows, source, lane, lanes))
+        return True
+
+    for width in sorted({entry[-1] for entry in wanted}, reverse=True):
+        left = [e for e in wanted if e[-1] == width and not place(e, [e[-2]], new=False)]
+        for entry in left:
+            place(entry, [entry[-2], *range(0, chunk - width + 1, 8)], new=True)
+    return tuple(tuple(sorted(tile, key=lambda job: job.source)) for tile in tiles)
+
+
+def inverse_products(chunk: int, inverse_block: int) -> int:
+    """Dependent matrix products from a chunk's relations to its inverse.
+
+    log2 of the Neumann block of them, then two for each doubling up to the chunk.
+    """
+    neumann = {2: 0, 4: 2, 8: 3, 16: 4}[inverse_block]
+    doublings = (chunk // inverse_block).bit_length() - 1
+    return neumann + 2 * doublings
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The order of emission of one grid step.
+
+    Attributes:
+      slots: per slot, stages in their order and the items of each whose next segment is written.
+        Items of the recurrence are chunk-heads ``chunk_index * heads + head``; of the other two,
+        packs of chunk-heads.
+      tiles: the products of the relations, see ``relation_tiles``.
+    """
+
+    slots: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]
+    tiles: tuple[tuple[Job, ...], ...]
+
+
+def plan(
+    *,
+    chunk: int,
+    heads: int,
+    chunks: int,
+    decay: str,
+    sub_block: int,
+    inverse_block: int,
+    recurrence_span: int,
+    inverse_span: int,
+    relation_span: int,
+    lag: int,
+    order: str,
+) -> Plan:
+    """Lays out one grid step and proves it free of hazards.
+
+    The spans say how the items of a stage spread over slots; where that would break a dependency,
+    an item starts as much later as it must. See ``kdagen.variant.Variant`` for the arguments.
+
+    Raises:
+      EmissionError: ``prove`` found a hazard after all.
+    """
+    tiles = relation_tiles(decay, chunk, sub_block)
+    lanes_per_item = LANES // chunk
+    items = heads * chunks
+    packs = items // lanes_per_item
+    products = {
+        RECURRENCE: RECURRENCE_PRODUCTS,
+        INVERSE: inverse_products(chunk, inverse_block),
+        RELATIONS: 1 + len(tiles),
+    }
+    spans = {RECURRENCE: recurrence_span, RELATIONS: relation_span or recurrence_span}
+    priority = {stage: i for i, stage in enumerate(ORDERS[order])}
+    # in one slot the relations may come before the recurrence: then they wait a slot longer
+    recurrence_last = int(priority[RECURRENCE] > priority[RELATIONS])
+    starts: dict[tuple[str, int], int] = {}
+    for item in range(items):
+        # chunk-heads of a pack start together, so that their products stand side by side; the
+        # next chunk of a head starts when its state has been written
+        after = starts[RECURRENCE, item - heads] + RECURRENCE_PRODUCTS if item >= heads else 0
+        starts[RECURRENCE, item] = max(item // lanes_per_item * spans[RECURRENCE] // packs, after)
+    for pack in range(packs):
+        starts[INVERSE, pack] = pack * inverse_span // packs + lag
+        read = max(
+            starts[RECURRENCE, item] + _LAST_HANDOVER_READ
+            for item in range(pack * lanes_per_item, (pack + 1) * lanes_per_item)
+        )
+        spread = pack * spans[RELATIONS] // packs + lag
+        starts[RELATIONS, pack] = max(spread, read - products[RELATIONS] + recurrence_last)
+    waiting = sorted((start, stage, item) for (stage, item), start in starts.items())
+    slots = []
+    active: dict[str, dict[int, int]] = {stage: {} for stage in ORDERS[order]}
+    while waiting or any(active.values()):
+        while waiting and waiting[0][0] <= len(slots):
+            _, stage, item = waiting.pop(0)
+            active[stage][item] = products[stage] + 1
+        slots.append(
+            tuple((stage, tuple(sorted(items))) for stage, items in active.items() if items)
+        )
+        active = {
+            stage: {item: left - 1 for item, left in items.items() if left > 1}
+            for stage, items in active.items()
+        }
+    result = Plan(tuple(slots), tiles)
+    prove(result, heads=heads, chunk=chunk)
+    return result
+
+
+def prove(plan: Plan, *, heads: int, chunk: int) -> None:
+    """Holds a plan to its dependencies, from nothing but the order of its entries.
+
+    Raises:
+      EmissionError: relations overwrite a slot that a recurrence has yet to read, or a chunk reads
+        the state of a head before its previous chunk has written it.
+    """
+    position: dict[tuple[str, int], list[int]] = {}
+    order = [(stage, item) for slot in plan.slots for stage, items in slot for item in items]
+    for where, entry in enumerate(order):
+        position.setdefault(entry, []).append(where)
+    for (stage, item), places in position.items():
+        if stage != RECURRENCE:
+            continue
+        pack = item // (LANES // chunk)
+        if places[_LAST_HANDOVER_READ] > position[RELATIONS, pack][-1]:
+            raise EmissionError(
+                f"the relations of pack {pack} overwrite what the recurrence of chunk-head {item} "
+                "has yet to read"
+            )
+        if item >= heads and position[RECURRENCE, item - heads][-1] > places[0]:
+            raise EmissionError(
+                f"chunk-head {item} reads its state before chunk-head {item - heads} has written it"
+            )

@@ -1,0 +1,219 @@
+"""From a problem and a variant to the source of a kernel, and to a module that Python can import.
+
+A template selects and binds; the logic is in ``kdagen.kernels``, which the generated module imports.
+So the identity of a variant covers its parameters, the facts it is specialised on, the templates and
+the helpers: when any of them changes, so does the id, and what was measured before no longer counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import linecache
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from kdagen.chips import Chip
+from kdagen.errors import KdagenError
+from kdagen.kernels.numerics import TOKEN_FLOOR
+from kdagen.problem import Problem, canonical_json
+from kdagen.variant import MIB, Variant
+
+TEMPLATE = "kda_forward.py.j2"
+SPECIALISED = ("dtype", "gate", "gate_dtype", "qk_l2norm", "initial_state", "final_state")
+"""Facts of a problem that its generated code depends on; all others are shapes it is called with."""
+
+_PACKAGE = Path(__file__).parent
+_TEMPLATES = _PACKAGE / "_templates"
+
+
+class GenerateError(KdagenError):
+    """A template that does not render, or a generated module that does not import."""
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A kernel as source.
+
+    Attributes:
+      source: text of a Python module with a function ``forward``.
+      variant_id: sha256, hex, of all that the source depends on.
+      module_name: name under which ``load`` imports it.
+    """
+
+    source: str
+    variant_id: str
+    module_name: str
+
+
+def variant_id(problem: Problem, variant: Variant, chip: Chip) -> str:
+    """sha256, hex, of the parameters, the specialised facts, the chip, the templates and the helpers."""
+    return hashlib.sha256(
+        canonical_json(
+            {
+                "chip": chip.name,
+                "code": code_hash(),
+                "parameters": variant.to_dict(),
+                "problem": _facts(problem),
+            }
+        ).encode()
+    ).hexdigest()
+
+
+@functools.cache
+def code_hash() -> str:
+    """sha256, hex, of the templates and of every helper that a generated module can reach."""
+    digest = hashlib.sha256()
+    for path in sorted(
+        [*_TEMPLATES.glob("*.j2"), *(_PACKAGE / "kernels").glob("*.py"), _PACKAGE / "emission.py"]
+    ):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def generate(problem: Problem, variant: Variant, chip: Chip) -> Generated:
+    """Renders the kernel of a variant. Legality is ``kdagen.variant.check``'s affair, not this one's.
+
+    Raises:
+      GenerateError: the template does not render.
+    """
+    import jinja2
+
+    identity = variant_id(problem, variant, chip)
+    raw_gate = problem.gate != "log_decay"
+    short = identity[:12]
+    try:
+        source = (
+            _environment()
+            .get_template(TEMPLATE)
+            .render(
+                template=TEMPLATE,
+                code_hash=code_hash(),
+                variant_id=identity,
+                chip=chip.name,
+                problem=_facts(problem),
+                parameters=variant.to_dict(),
+                again=_again(problem, variant, chip),
+                p=variant,
+                plan=variant.plan(),
+                raw_gate=raw_gate,
+                floor=TOKEN_FLOOR,
+                vmem_limit_bytes=variant.vmem_limit_mib * MIB or None,
+                kernel_name=f"kda_forward_{short}",
+            )
+        )
+    except jinja2.TemplateError as error:
+        raise GenerateError(f"template {TEMPLATE}: {error}") from error
+    return Generated(source, identity, f"kda_forward_{identity}")
+
+
+def load(generated: Generated) -> ModuleType:
+    """Imports a generated module, from a file under ``cache_directory`` where one can be written.
+
+    On a read-only disk the source is compiled from memory; tracebacks show its lines either way.
+
+    Raises:
+      GenerateError: the module does not import.
+    """
+    name = f"kdagen_generated.{generated.module_name}"
+    if name in sys.modules:
+        return sys.modules[name]
+    try:
+        path = _written(generated)
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        run = functools.partial(spec.loader.exec_module, module)
+    except OSError:
+        filename = f"<kdagen {generated.module_name}>"
+        lines = generated.source.splitlines(keepends=True)
+        linecache.cache[filename] = (len(generated.source), None, lines, filename)
+        module = ModuleType(name)
+        module.__file__ = filename
+        run = functools.partial(exec, compile(generated.source, filename, "exec"), module.__dict__)
+    sys.modules[name] = module
+    try:
+        run()
+    except Exception as error:
+        del sys.modules[name]
+        raise GenerateError(
+            f"generated module {generated.module_name} does not import: {error}"
+        ) from error
+    return module
+
+
+def cache_directory() -> Path:
+    """Where generated modules are kept: $KDAGEN_CACHE, else kdagen's folder in the user's cache."""
+    chosen = os.environ.get("KDAGEN_CACHE")
+    if chosen:
+        return Path(chosen)
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("kdagen"))
+
+
+def _written(generated: Generated) -> Path:
+    folder = cache_directory() / "generated"
+    path = folder / f"{generated.module_name}.py"
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        if path.read_text(encoding="utf-8") == generated.source:
+            return path
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(generated.source)
+        os.replace(temporary, path)  # readers see the old file or the new one, never half of it
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    return path
+
+
+def _facts(problem: Problem) -> dict[str, Any]:
+    fields = problem.to_dict()
+    return {name: fields[name] for name in SPECIALISED}
+
+
+def _again(problem: Problem, variant: Variant, chip: Chip) -> str:
+    """The command that prints this source: any problem of the same facts gives it."""
+    asked = {**_facts(problem), "heads": variant.heads, "tokens": variant.chunk}
+    if problem.lower_bound is not None:
+        asked["lower_bound"] = problem.lower_bound
+    return f"kdagen render --chip {chip.name} --problem '{canonical_json(asked)}' --variant '{variant.to_json()}'"
+
+
+@functools.cache
+def _environment():
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    environment.filters["literal"] = _literal
+    return environment
+
+
+def _literal(value: Any) -> str:
+    """Python source of a constant; anything but plain numbers, strings and tuples is refused."""
+    allowed = value is None or isinstance(value, (bool, int, float, str))
+    if isinstance(value, tuple):
+        allowed = all(_literal(v) for v in value)
+    if not allowed:
+        raise GenerateError(
+            f"a template binds {value!r}; it may bind numbers, strings and tuples of them"
+        )
+    return repr(value)

@@ -1,0 +1,1 @@
+"""What generated kernels import: plain JAX and Pallas helpers, none of which knows of a search."""

@@ -1,0 +1,43 @@
+"""Small helpers on values in VMEM: products, index arrays, pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+LOG2_E = 1.4426950408889634
+
+NN = (((1,), (0,)), ((), ()))
+NT = (((1,), (1,)), ((), ()))
+
+
+def dot(a: jax.Array, b: jax.Array, dims=NN) -> jax.Array:
+    """a @ b (``NN``) or a @ b^T (``NT``) of bf16 operands, accumulated in f32."""
+    return lax.dot_general(a.astype(BF16), b.astype(BF16), dims, preferred_element_type=F32)
+
+
+def index(shape: tuple[int, int], axis: int) -> jax.Array:
+    """int32 array of its own row (axis 0) or lane (axis 1) numbers."""
+    return lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+def stack(pieces: Sequence[jax.Array]) -> jax.Array:
+    """The pieces one below the other."""
+    return pieces[0] if len(pieces) == 1 else jnp.concatenate(list(pieces), axis=0)
+
+
+def rows(x: jax.Array, start: int, count: int) -> jax.Array:
+    """Rows start to start + count of a 2-d value."""
+    return x[start : start + count]
+
+
+def choose(pieces: Sequence[jax.Array], which: jax.Array) -> jax.Array:
+    """pieces[i] where ``which`` is i; the pieces and ``which`` have one shape."""
+    result = pieces[0]
+    for i, piece in enumerate(pieces[1:], 1):
+        result = jnp.where(which == i, piece, result)
+    return result

@@ -1,0 +1,34 @@
+"""How relation blocks lie in matrix products. Plain Python, so that plans need no JAX."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LANES = 128
+"""Lanes of a vector register, and columns of the products that a pack of chunk-heads shares."""
+
+BASE_BLOCK = 16
+"""Rows of the diagonal blocks whose inverses are laid out side by side along the lanes."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One block of relations: rows of a chunk against columns of the same chunk.
+
+    Attributes:
+      kind: "block" (bounded: a row block against all columns up to its own); or, unbounded, with
+        pairs of halves: "early" (a pair against all earlier pairs), "left" (a left half against
+        itself), "right" (a right half against its pair).
+      index: of the row block or pair.
+      row, rows: first row and their number.
+      source: lane, within the chunk-head's own, at which the product leaves its columns.
+      lane, lanes: first lane at which they belong, and their number.
+    """
+
+    kind: str
+    index: int
+    row: int
+    rows: int
+    source: int
+    lane: int
+    lanes: int

@@ -1,0 +1,216 @@
+"""What is asked for: the static facts of one Kimi Delta Attention call, and files of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kdagen.errors import KdagenError
+
+DTYPES = ("bfloat16", "float32")
+GATES = ("log_decay", "softplus", "bounded")
+LAYOUTS = ("HBTD", "BTHD")
+RESIDUAL_POLICIES = ("save", "rematerialize")
+MAX_HEAD_DIM = 256
+
+# Facts a kernel is not specialised on: it walks chunks whatever the length or batch, and takes the
+# bound as an operand. They are kept in a Problem because a modelled time needs them.
+_NOT_IN_KEY = ("batch", "tokens", "lower_bound")
+
+
+class ProblemError(KdagenError, ValueError):
+    """A problem that no call can have; the message names the field."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The static facts of a call, in the words of the public function.
+
+    Attributes:
+      tokens: sequence length T, at least 1.
+      heads: query and key heads H on one chip.
+      batch: rows B.
+      value_heads: value heads HV, a multiple of ``heads``; 0 (the default) means ``heads``.
+      key_dim: K, 1 to 256.
+      value_dim: V, 1 to 256.
+      dtype: of query, key and value.
+      gate: "log_decay" (the gate operand is ln alpha), "softplus" (raw, -exp(a_log) *
+        softplus(x)) or "bounded" (raw, lower_bound * sigmoid(exp(a_log) * x)).
+      lower_bound: the bound of a "bounded" gate, in [-5, 0); None otherwise.
+      gate_dtype, beta_dtype: of those operands; "" (the default) means ``dtype``.
+      qk_l2norm: queries and keys are normalised first.
+      initial_state, final_state: whether the call passes and asks for them.
+      segments: None, or the packing: a number of equal segments, or their lengths.
+      layout: "HBTD" or "BTHD".
+      residuals: residual policy of a call that will be differentiated, None for inference.
+
+    Raises:
+      ProblemError: a field is out of range or of the wrong type.
+    """
+
+    tokens: int
+    heads: int
+    batch: int = 1
+    value_heads: int = 0
+    key_dim: int = 128
+    value_dim: int = 128
+    dtype: str = "bfloat16"
+    gate: str = "log_decay"
+    lower_bound: float | None = None
+    gate_dtype: str = ""
+    beta_dtype: str = ""
+    qk_l2norm: bool = False
+    initial_state: bool = False
+    final_state: bool = False
+    segments: int | tuple[int, ...] | None = None
+    layout: str = "HBTD"
+    residuals: str | None = None
+
+    def __post_init__(self) -> None:
+        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        put("value_heads", self.value_heads or self.heads)
+        put("gate_dtype", self.gate_dtype or self.dtype)
+        put("beta_dtype", self.beta_dtype or self.dtype)
+        if isinstance(self.segments, list):
+            put("segments", tuple(self.segments))
+        if self.gate == "bounded" and isinstance(self.lower_bound, int):
+            put("lower_bound", float(self.lower_bound))
+        for name in ("tokens", "heads", "batch", "value_heads"):
+            self._require(
+                name,
+                _is_int(getattr(self, name)) and getattr(self, name) >= 1,
+                "an integer of 1 or more",
+            )
+        for name in ("key_dim", "value_dim"):
+            value = getattr(self, name)
+            self._require(
+                name,
+                _is_int(value) and 1 <= value <= MAX_HEAD_DIM,
+                f"an integer from 1 to {MAX_HEAD_DIM}",
+            )
+        self._require(
+            "value_heads", self.value_heads % self.heads == 0, f"a multiple of heads ({self.heads})"
+        )
+        for name in ("dtype", "gate_dtype", "beta_dtype"):
+            self._require(name, getattr(self, name) in DTYPES, _one_of(DTYPES))
+        self._require("gate", self.gate in GATES, _one_of(GATES))
+        self._require("layout", self.layout in LAYOUTS, _one_of(LAYOUTS))
+        for name in ("qk_l2norm", "initial_state", "final_state"):
+            self._require(name, isinstance(getattr(self, name), bool), "true or false")
+        self._require(
+            "residuals",
+            self.residuals is None or self.residuals in RESIDUAL_POLICIES,
+            "null, " + _one_of(RESIDUAL_POLICIES),
+        )
+        if self.gate == "bounded":
+            bound = self.lower_bound
+            ok = isinstance(bound, float) and -5.0 <= bound < 0.0
+            self._require("lower_bound", ok, "a number in [-5, 0) for a bounded gate")
+        else:
+            self._require("lower_bound", self.lower_bound is None, f"absent for a {self.gate} gate")
+        self._require_segments()
+
+    def _require(self, name: str, ok: bool, takes: str) -> None:
+        if not ok:
+            raise ProblemError(f"{name}: got {getattr(self, name)!r}; it must be {takes}")
+
+    def _require_segments(self) -> None:
+        segments = self.segments
+        if segments is None:
+            return
+        if isinstance(segments, tuple):
+            ok = all(_is_int(n) and n >= 0 for n in segments) and sum(segments) <= self.tokens
+            takes = f"lengths of 0 or more that add up to at most tokens ({self.tokens})"
+        else:
+            ok = _is_int(segments) and 1 <= segments <= self.tokens
+            takes = f"a count from 1 to tokens ({self.tokens}), or a list of lengths"
+        self._require("segments", ok, takes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as JSON-able values, in the order of their declaration."""
+        fields = dataclasses.asdict(self)
+        if isinstance(self.segments, tuple):
+            fields["segments"] = list(self.segments)
+        return fields
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Problem:
+        """The inverse of ``to_dict``; fields that are absent take their defaults.
+
+        Raises:
+          ProblemError: an unknown field, a missing one, or a bad value.
+        """
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name in fields:
+            if name not in known:
+                raise ProblemError(
+                    f"{name}: not a field of a problem; the fields are {', '.join(known)}"
+                )
+        for name in ("tokens", "heads"):
+            if name not in fields:
+                raise ProblemError(f"{name}: missing; every problem needs it")
+        return cls(**fields)
+
+    def to_json(self) -> str:
+        """The canonical form: every hash and row of a problem derives from it."""
+        return canonical_json(self.to_dict())
+
+    def key(self) -> str:
+        """Canonical JSON of the facts that change the generated code or its speed per chunk.
+
+        Tokens, batch and the value of the bound are left out: kernels walk chunks whatever their
+        number, and take the bound as a constant that costs the same whatever it is. Of a packing
+        only the fact that there is one is kept.
+        """
+        fields = {k: v for k, v in self.to_dict().items() if k not in _NOT_IN_KEY}
+        fields["segments"] = self.segments is not None
+        return canonical_json(fields)
+
+
+def canonical_json(value: Any) -> str:
+    """JSON with sorted keys and no spaces: equal values have equal text."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def load_shapes(path: str | Path) -> dict[str, Problem]:
+    """Reads a shapes file: a YAML mapping from a name to the fields of a ``Problem``.
+
+    Raises:
+      ProblemError: no such file, not such a mapping, or a bad field; the message names the file,
+        the shape and the field.
+    """
+    import yaml  # the runtime imports this module and must not pay for a YAML reader
+
+    path = Path(path)
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ProblemError(f"shapes file {path}: {error.strerror or error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ProblemError(f"shapes file {path}: not YAML: {error}") from error
+    if not isinstance(content, dict) or not content:
+        raise ProblemError(
+            f"shapes file {path}: it must map names of shapes to their fields, and is empty or is not a mapping"
+        )
+    shapes = {}
+    for name, fields in content.items():
+        if not isinstance(name, str) or not isinstance(fields, dict):
+            raise ProblemError(
+                f"shapes file {path}, shape {name!r}: it must be a mapping of fields, got {fields!r}"
+            )
+        try:
+            shapes[name] = Problem.from_dict(fields)
+        except ProblemError as error:
+            raise ProblemError(f"shapes file {path}, shape {name!r}: {error}") from None
+    return shapes
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _one_of(values: tuple[str, ...]) -> str:
+    return "one of " + ", ".join(repr(v) for v in values)
