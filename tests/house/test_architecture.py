@@ -2,7 +2,9 @@
 
 import ast
 import graphlib
+import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,10 +20,10 @@ MAY_IMPORT = {
     "errors": set(),
     "chips": set(),
     "problem": set(),
-    "emission": {"problem", "chips"},
-    "vmem": {"problem", "chips", "emission"},
-    "variant": {"problem", "chips", "emission", "vmem"},
-    "generate": DESCRIPTION | {"emission", "vmem"},
+    "emission": {"problem", "chips", "kernels"},
+    "vmem": {"problem", "chips", "emission", "kernels"},
+    "variant": {"problem", "chips", "emission", "vmem", "kernels"},
+    "generate": DESCRIPTION | {"emission", "vmem", "kernels"},
     "kernels": set(),
     "reference": set(),
     "compiler": DESCRIPTION | {"generate"},
@@ -36,6 +38,9 @@ MAY_IMPORT = {
 # The one part that may use a package; a training process loads none of these.
 ONLY_USER = {"optuna": {"search"}, "sqlite_utils": {"store"}, "click": {"cli"}}
 PLAIN_JAX = {"jax", "jaxlib", "numpy"}
+
+# Where the name to import is not the name to install.
+DISTRIBUTION = {"yaml": "pyyaml", "sqlite_utils": "sqlite-utils"}
 
 Imports = dict[str, set[str]]
 
@@ -127,6 +132,25 @@ def test_parts_do_not_import_each_other_in_a_circle(package: Imports) -> None:
 
 def test_packages_from_outside_stay_in_their_part(package: Imports) -> None:
     assert not outside_violations(package)
+
+
+def outside_packages(imports: Imports) -> set[str]:
+    """Return the names to install of all packages from outside that are imported."""
+    packages = {name.partition(".")[0] for names in imports.values() for name in names}
+    packages -= sys.stdlib_module_names | {"kdagen"}
+    return {DISTRIBUTION.get(package, package) for package in packages}
+
+
+def declared(requirements: list[str]) -> set[str]:
+    return {re.split(r"[^\w-]", requirement)[0].lower() for requirement in requirements}
+
+
+def test_dependencies_are_those_that_are_imported(package: Imports) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = declared(project["dependencies"])
+    # libtpu is asked for its version, and comes with the extra that compiles for a TPU. jaxlib
+    # is named beside jax because the two must agree.
+    assert outside_packages(package) - {"libtpu"} == required - {"jaxlib"}
 
 
 @pytest.mark.parametrize(
