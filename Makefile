@@ -6,7 +6,7 @@ NEWEST_VENV ?= .venv-newest
 BENCHMARK_VENV ?= .venv-benchmark
 CHIP ?= v7x
 SHAPES ?= examples/shapes.yaml
-JOBS ?= 2
+JOBS ?= $(or $(shell nproc 2>/dev/null),2)
 TUNE_ARGS ?=
 TEST_ARGS ?=
 

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "kernels": set(),
     "reference": set(),
     "compiler": DESCRIPTION | {"generate"},
-    "measure": DESCRIPTION | {"generate", "compiler", "reference"} | TUNING,
+    "measure": DESCRIPTION | {"generate", "compiler", "kernels", "reference"} | TUNING,
     "search": DESCRIPTION | {"generate", "compiler"} | TUNING,
     "store": DESCRIPTION | {"generate", "compiler"} | TUNING,
     "report": DESCRIPTION | {"generate", "compiler"} | TUNING,
