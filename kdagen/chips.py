@@ -102,9 +102,9 @@ class Chip:
         return self.calibration is not None
 
 
-# Nominal rates: clock = peak bf16 FLOP/s over 2 * mxu_count * mxu_size^2 for the chips with 128-wide
-# matrix units, and the HBM bandwidth of one core, both from JAX's own table. From v6e on the peak
-# counts two passes a cycle. The DMA latency is v6e's fitted one.
+# Nominal rates: clock = peak bf16 FLOP/s over 2 * mxu_count * mxu_size^2 for the chips with
+# 128-wide matrix units, and the HBM bandwidth of one core, both from JAX's own table. From v6e on
+# the peak counts two passes a cycle. The DMA latency is v6e's fitted one.
 _CHIPS = (
     Chip(
         name="v4",
@@ -177,7 +177,7 @@ _CHIPS = (
             max_error=0.12,
             rms_log_error=0.045,
             points=15,
-            method="issue with result latencies and one DMA queue, fitted to published kernel times",
+            method="effective rate, bandwidth and latency fitted to published kernel times",
         ),
     ),
     Chip(
@@ -201,7 +201,7 @@ _CHIPS = (
             max_error=0.28,
             rms_log_error=0.091,
             points=16,
-            method="issue with result latencies and one DMA queue, fitted to published kernel times",
+            method="effective rate, bandwidth and latency fitted to published kernel times",
         ),
     ),
 )

@@ -36,7 +36,9 @@ def test_nominal_parameters_follow_from_the_table(name):
     passes = 2 if chip.mxu_size == 256 else 1
     clock = info.bf16_ops_per_second / (2 * passes * chip.mxu_count * chip.mxu_size**2)
     assert chip.nominal.effective_hz == pytest.approx(clock, rel=0.01)
-    assert chip.nominal.hbm_bytes_per_second == pytest.approx(info.mem_bw_bytes_per_second, rel=0.01)
+    assert chip.nominal.hbm_bytes_per_second == pytest.approx(
+        info.mem_bw_bytes_per_second, rel=0.01
+    )
 
 
 @pytest.mark.parametrize("name", CHIPS)

@@ -7,6 +7,8 @@ process compiles as many functions as it likes, for any of the chips, one after 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import os
 import re
@@ -26,6 +28,12 @@ from kdagen.errors import KdagenError
 # Only the listings the schedule reader wants: without the filter a kernel leaves about 1 GB.
 _DUMPED_PASSES = "(final|pre-delay)_.*"
 _DUMP_FLAG = "--xla_jf_dump_to="
+
+# Memory space assignment, by the names of the generations whose compilers have it.
+_KEEP_IN_HBM = {
+    "xla_gf_vmem_memory_space_assignment": "false",
+    "xla_vf_vmem_memory_space_assignment": "false",
+}
 
 FAILURE_KINDS = ("vmem", "unsupported", "other")
 
@@ -170,6 +178,7 @@ def compile_for(
     args: Sequence[Any],
     *,
     mesh: Any = None,
+    keep_in_hbm: bool = False,
     static_kwargs: Mapping[str, Any] | None = None,
 ) -> CompiledFor:
     """Compile ``function(*args)`` for ``chip`` in this process.
@@ -183,16 +192,17 @@ def compile_for(
         answering for the chip.
       args: pytrees of arrays, ``jax.ShapeDtypeStruct`` or (shape, dtype) pairs. Without a sharding
         they lie whole on the topology's first device.
-      mesh: for a program of several devices, a ``jax.sharding.Mesh`` over ``topology_devices(chip)``
-        that the shardings of ``args`` name; None is a mesh of the first device alone.
+      mesh: for a program of several devices, a ``jax.sharding.Mesh`` over devices of
+        ``topology_devices(chip)`` that the shardings of ``args`` name; None is the first device.
+      keep_in_hbm: XLA may not move operands into VMEM ahead of a kernel. It does so with small
+        ones (on v7x all of a short test's), whose DMAs the kernel then does not issue: set this
+        where a small program stands for a larger one.
       static_kwargs: further keyword arguments, not traced.
 
     Raises:
       CompileError: the compiler refused.
       TypeError: an argument is none of the above.
     """
-    import functools
-
     import jax
     from jax.sharding import Mesh
 
@@ -210,7 +220,7 @@ def compile_for(
             start = time.perf_counter()
             lowered = jitted.lower(*structs)
             lowered_at = time.perf_counter()
-            compiled = lowered.compile()
+            compiled = lowered.compile(compiler_options=_KEEP_IN_HBM if keep_in_hbm else None)
             end = time.perf_counter()
     except Exception as error:
         raise classify(error) from error
@@ -239,7 +249,7 @@ def classify(error: BaseException) -> CompileError:
     names = {cls.__name__ for cls in type(error).__mro__}
     unsupported = (
         isinstance(error, NotImplementedError)
-        or names & {"LoweringException", "LoweringError", "MosaicError", "VerificationError"}
+        or names & {"LoweringException", "MLIRError", "MosaicError", "VerificationError"}
         or re.search(r"not implemented|unimplemented|unsupported|not supported", text, re.I)
         or "Mosaic failed to compile" in text
     )
@@ -254,7 +264,8 @@ def can_compile(chip: Chip, timeout_seconds: float = 120.0) -> str | None:
     """
     if libtpu_version() is None:
         return "libtpu is not installed (pip install 'kdagen[tpu]')"
-    command = [sys.executable, "-m", "kdagen.compiler.aot", chip.name]
+    question = {"name": chip.name, "topology": chip.topology}
+    command = [sys.executable, "-m", "kdagen.compiler.aot", json.dumps(question)]
     try:
         child = subprocess.run(
             command,
@@ -273,12 +284,14 @@ def can_compile(chip: Chip, timeout_seconds: float = 120.0) -> str | None:
     return f"the compiler's process ended with status {child.returncode}: {_short(last)}"
 
 
-def _answer_can_compile(name: str) -> None:
+def _answer_can_compile(question: str) -> None:
     import jax
 
+    asked = json.loads(question)
+    chip = dataclasses.replace(get_chip(asked["name"]), topology=asked["topology"])
     reason = None
     try:
-        compile_for(get_chip(name), lambda x: x + 1, [((8, 128), jax.numpy.float32)])
+        compile_for(chip, lambda x: x + 1, [((8, 128), jax.numpy.float32)])
     except CompileError as error:
         reason = error.message
     print(json.dumps({"reason": reason}))
@@ -296,7 +309,7 @@ def _as_structs(argument: Any, mesh: Any) -> Any:
             leaf = jax.ShapeDtypeStruct(*leaf)
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise TypeError(
-                f"args: got {leaf!r}, expected an array, a ShapeDtypeStruct or a (shape, dtype) pair"
+                f"args: got {leaf!r}, expected an array, a ShapeDtypeStruct or (shape, dtype)"
             )
         sharding = leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
         sharding = sharding or NamedSharding(mesh, PartitionSpec())

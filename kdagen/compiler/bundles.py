@@ -187,7 +187,7 @@ def parse_operation(text: str) -> Operation | None:
         label, separator, value = argument.partition("=")
         labels.append(label if separator else "")
         arguments[position] = (value if separator else argument).strip()
-    negated = bool(predicate) and predicate.startswith("!")
+    negated = predicate is not None and predicate.startswith("!")
     return Operation(
         name=name,
         result=result,

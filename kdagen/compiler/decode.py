@@ -30,7 +30,7 @@ class WalkError(KdagenError):
 
 
 class Unknown:
-    """A value that comes from vector data or from memory nobody wrote. Arithmetic on it is unknown."""
+    """A value from vector data or from memory nobody wrote; arithmetic on it is unknown too."""
 
     __slots__ = ()
 
@@ -99,7 +99,7 @@ def _pointer_add(a: int, b: int) -> int:
 
 
 def _on_offset(function: Callable[[int, int], int]) -> Callable[[int, int], int]:
-    """Change the unit or the alignment of an address without losing which operand it points into."""
+    """Change an address's unit or alignment without losing which operand it points into."""
 
     def apply(a: int, b: int) -> int:
         operand, offset = divmod(a, OPERAND_BASE)
@@ -324,7 +324,9 @@ class _Decoder:
         if not operation.name.endswith(".u32") or mode not in ("kRem", "kDiv"):
             return None
         function = operator.mod if mode == "kRem" else operator.floordiv
-        step = make("set", _strict(lambda a, b: function(a, b) if b else 0), operation.arguments[:2])
+        step = make(
+            "set", _strict(lambda a, b: function(a, b) if b else 0), operation.arguments[:2]
+        )
         return replace(step, result=self.slot(operation.result))
 
     def live(self, steps: dict[int, list[Step]], addresses: dict[int, Any]) -> Program:
@@ -357,9 +359,7 @@ class _Decoder:
                 pending.extend(uses(step))
         kept = {
             index: tuple(
-                step
-                for step in bundle
-                if step.kind not in ("set", "load") or step.result in needed
+                step for step in bundle if step.kind not in ("set", "load") or step.result in needed
             )
             for index, bundle in steps.items()
         }

@@ -1,15 +1,9 @@
 """Seconds from a schedule: the offline model's prediction, never a measurement.
 
 The core issues its bundles at an effective rate and stalls where the compiler says that it does;
-DMAs of both directions share one queue to HBM with a bandwidth and a latency; a wait lasts until its
-data have come. Time is what the walk of the scalar code takes under those rules, so that overlap of
-transfer and work, the start of a pipeline and its end come out of the kernel's own code.
-
-Stalls are the compiler's own count (the empty bundles of the listing before it drops them). The
-alternative, result latencies fitted to published times (a matrix result 210 cycles after issue, a
-cross-lane one 120), was found by others to err by 4.5% rms on v6e and 9.1% on v7x where it was fitted;
-the compiler's count needs no such constants, holds for chips nobody has fitted, and on the published
-kernels (``benchmarks/calibrate.py``) it errs no more.
+DMAs of both directions share one queue to HBM with a bandwidth and a latency; a wait lasts until
+its data have come. Time is what the walk of the scalar code takes under those rules, so that the
+overlap of transfer and work and the two ends of a pipeline come out of the kernel's own code.
 """
 
 from __future__ import annotations
@@ -126,15 +120,24 @@ def predict(
 def extend(schedule: Schedule, walked: Walk, steps: int) -> Totals:
     """Totals for a last grid axis of ``steps`` from a walk of a shorter (or longer) one.
 
-    A pipelined grid is one loop, over all sweeps of the last axis, plus two rounds: step j's work is
-    done in round j + 1. Each sweep is lengthened by the mean of its own steady rounds.
+    A pipelined grid is one loop, over all sweeps of the last axis, plus two rounds: step j's work
+    is done in round j + 1. Each sweep is lengthened by the mean of its own steady rounds.
 
     Raises:
-      ScheduleError: the kernel has no single grid, or too few steps to show a steady state.
+      ScheduleError: the kernel has no single grid, or too few steps to show a steady state, or XLA
+        moved an operand to VMEM beforehand, as it would not at full length.
     """
+    moved = [operand for operand in schedule.listing.operands if operand.space == "vmem"]
+    if moved:
+        raise ScheduleError(
+            f"{schedule.name}: operand {moved[0].index} ({moved[0].shape}) lies in VMEM; compile "
+            "with keep_in_hbm=True to extend the time to another length"
+        )
     compiled = schedule.steps
     if compiled is None:
-        raise ScheduleError(f"{schedule.name}: steps given, but its grid is {schedule.listing.grids}")
+        raise ScheduleError(
+            f"{schedule.name}: steps given for a kernel of grid {schedule.listing.grids}"
+        )
     if min(compiled, steps) < MIN_STEPS:
         raise ScheduleError(
             f"steps: got {steps} from a kernel compiled with {compiled}, expected both to be "

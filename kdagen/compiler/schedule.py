@@ -1,8 +1,8 @@
 """What the compiler made of a kernel: read from the listings a compile leaves.
 
-    compiled = compile_for(chip, function, args)
-    schedule = read_schedule(compiled.dump_dir, chip, "kernel_name")
-    schedule.report()
+compiled = compile_for(chip, function, args)
+schedule = read_schedule(compiled.dump_dir, chip, "kernel_name")
+schedule.report()
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Report:
 
     Attributes:
       bundles: executed.
-      cycles: of the compiler's own schedule, stalls included, waits for DMA not: of the slowest core.
+      cycles: by the compiler's own count, stalls included, waits for DMA not, of the slowest core.
       bytes_in, bytes_out, bytes_local, dmas: moved from HBM, to HBM, inside the core; DMAs started.
       spill_stores, spill_loads: vector spills and fills executed.
       slot_use: by unit, the share of its slots used per cycle of the schedule.
@@ -156,7 +156,9 @@ class Schedule:
     def main_loop(self, walked: Walk) -> MainLoop | None:
         """The outermost loop with the most cycles in ``walked``."""
         spans = {
-            head: totals[-1] - totals[0] for head, totals in walked.rounds.items() if len(totals) > 1
+            head: totals[-1] - totals[0]
+            for head, totals in walked.rounds.items()
+            if len(totals) > 1
         }
         if not spans:
             return None

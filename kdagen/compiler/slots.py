@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 # Columns that count an operation once, in the bundle that issues it. A matrix or cross-lane
@@ -83,7 +84,7 @@ def stall_cycles(final: SlotTable, before: SlotTable) -> tuple[int, ...]:
     anchors = sorted(positions.items())
     anchors.append((len(final.rows), len(before.rows)))
     durations = [1] * len(final.rows)
-    for (index, cycle), (next_index, next_cycle) in zip(anchors, anchors[1:], strict=False):
+    for (index, cycle), (next_index, next_cycle) in pairwise(anchors):
         extra = (next_cycle - cycle) - (next_index - index)
         durations[next_index - 1] += max(0, extra)
     return tuple(durations)

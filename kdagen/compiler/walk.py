@@ -224,7 +224,7 @@ class _Walker:
         self.bundles += last - first
 
     def execute(self, index: int) -> int | None:
-        """Run one bundle: every operation reads before any writes. A taken branch's target or None."""
+        """Run one bundle, every read before any write; the target of a taken branch, or None."""
         slots = self.slots
         for result, constant, registers in self.program.addresses[index]:
             value = constant
