@@ -45,7 +45,7 @@ def ship(
       ValueError: an unknown chip.
     """
     get_chip(chip)
-    with Store(db, must_exist=True) as store:
+    with Store(db, read_only=True) as store:
         entries = store.entries(chip=chip)
     winners = _latest([e for e in entries if e.is_winner and (only is None or only(e))])
     if not winners:

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import platformdirs
 from sqlite_utils import Database
 
 from kdagen.errors import KdagenError
@@ -140,12 +141,11 @@ _ENVIRONMENT_COLUMNS = tuple(f.name for f in fields(Environment))
 
 
 def default_path() -> Path:
-    """Where ``kdagen tune`` writes unless told: ``$KDAGEN_DB``, or kdagen/tuned.sqlite in the
-    user's data directory (``$XDG_DATA_HOME``, or ~/.local/share)."""
+    """Where ``kdagen tune`` writes unless told: ``$KDAGEN_DB``, or tuned.sqlite in kdagen's folder in
+    the user's data directory."""
     if named := os.environ.get("KDAGEN_DB"):
         return Path(named)
-    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    return Path(data) / "kdagen" / "tuned.sqlite"
+    return Path(platformdirs.user_data_dir("kdagen")) / "tuned.sqlite"
 
 
 class Store:
@@ -153,25 +153,28 @@ class Store:
 
     Args:
       path: the file; it and its folder are made if they are not there.
-      must_exist: refuse to make a new one.
+      read_only: the file must be there, and is not written to.
 
     Raises:
       StoreError: the file is no such database, is absent or cannot be opened.
     """
 
-    def __init__(self, path: str | Path, *, must_exist: bool = False) -> None:
+    def __init__(self, path: str | Path, *, read_only: bool = False) -> None:
         self.path = Path(path)
-        if must_exist and not self.path.is_file():
+        if read_only and not self.path.is_file():
             raise StoreError(f"database {self.path}: no such file; kdagen tune makes it")
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            connection = sqlite3.connect(self.path, timeout=_LOCK_WAIT_SECONDS)
+            if not read_only:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+            # A URI, since a plain path cannot ask for mode=ro.
+            uri = self.path.resolve().as_uri() + ("?mode=ro" if read_only else "")
+            connection = sqlite3.connect(uri, uri=True, timeout=_LOCK_WAIT_SECONDS)
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"database {self.path}: cannot be opened: {error}") from error
         self.db = Database(connection)
         try:
             connection.execute("PRAGMA foreign_keys = ON")
-            self._migrate()
+            self._migrate(read_only)
         except sqlite3.Error as error:
             connection.close()
             raise StoreError(f"database {self.path}: not a results database: {error}") from error
@@ -179,11 +182,14 @@ class Store:
             connection.close()
             raise
 
-    def _migrate(self) -> None:
+    def _migrate(self, read_only: bool) -> None:
         tables = self.db.table_names()
         if tables and migrations.migrations_table not in tables:
             raise StoreError(f"database {self.path}: it holds other tables: {', '.join(tables)}")
-        if migrations.pending(self.db):
+        pending = migrations.pending(self.db)
+        if pending and read_only:
+            raise StoreError(f"database {self.path}: its schema is older than this version's")
+        if pending:
             # Taking the lock first lets two processes open a new file at once.
             with self.writing():
                 migrations.apply(self.db)
@@ -357,4 +363,5 @@ def _find_or_insert(
     names = ", ".join(values)
     places = ", ".join(f":{name}" for name in values)
     cursor = db.execute(f"INSERT INTO {table} ({names}) VALUES ({places})", values)
+    assert cursor.lastrowid is not None
     return cursor.lastrowid

@@ -1,0 +1,130 @@
+"""The modelled time of a candidate: compile it for the chip, read the schedule, predict.
+
+The kernel is compiled at a length of a few blocks, since the length changes only the trip count of
+its loop, and the time of the real length is extended from there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from kdagen.chips import Chip, get_chip
+from kdagen.compiler import aot, model
+from kdagen.compiler.schedule import Schedule, read_schedules
+from kdagen.generate import generate, load
+from kdagen.measure import operands
+from kdagen.measure.rejected import Rejected
+from kdagen.problem import Problem
+from kdagen.variant import Variant
+
+# Blocks that are compiled: enough for the model to see a steady state between the ends.
+_BLOCKS = model.MIN_STEPS
+
+
+def run(chip: str, problem: dict[str, Any], variant: dict[str, Any]) -> dict[str, Any]:
+    """The task of a worker: the fields of ``kdagen.store.tuned.Result`` that the compiler tells.
+
+    ``seconds`` is the modelled time of one call on one device: of the kernel at its real length,
+    and of the few operations that XLA puts before it at the length that was compiled, where they
+    are as good as all overhead.
+
+    Raises:
+      Rejected: the compiler refused, with status "vmem" or "compile_failed".
+    """
+    asked, how, target = Problem.from_dict(problem), Variant.from_dict(variant), get_chip(chip)
+    short = shortened(asked, how)
+    try:
+        schedules = compiled(short, how, target)
+    except aot.CompileError as error:
+        status = "vmem" if error.kind == "vmem" else "compile_failed"
+        raise Rejected(status, error.message) from error
+    kernels = [s for s in schedules if s.is_kernel]
+    if len(kernels) != 1:
+        raise Rejected("compile_failed", f"{len(kernels)} kernels in the program, one expected")
+    (kernel,) = kernels
+    around = sum(model.predict(s).seconds for s in schedules if not s.is_kernel)
+    steps = _steps(kernel, asked, short, how)
+    predicted = model.predict(kernel, steps=steps)
+    report = kernel.report()
+    bytes_in, bytes_out = _moved(kernel, steps)
+    floor = operands.floor_bytes(asked)
+    loop = report.main_loop
+    rounds = loop.rounds + 1 if loop else 1
+    return {
+        "seconds": predicted.seconds + around,
+        "modelled_seconds": predicted.seconds + around,
+        "model_error": predicted.known_error,
+        "loop_bundles": loop.bundles if loop else report.static_bundles,
+        "spills": round((report.spill_stores + report.spill_loads) / rounds),
+        "dma_in_bytes": bytes_in,
+        "dma_out_bytes": bytes_out,
+        "floor_bytes": floor,
+        "floor_seconds": model.hbm_floor_seconds(target, floor / kernel.cores),
+        "vmem_used_bytes": report.vmem_bytes,
+        "vmem_limit_bytes": report.vmem_limit_bytes,
+    }
+
+
+def forward_of(problem: Problem, variant: Variant, chip: Chip) -> Callable[..., Any]:
+    """The generated ``forward`` of the array operands alone, its constants bound."""
+    module = load(generate(problem, variant, chip))
+    constants = operands.scalars(problem)
+
+    def forward(*arguments: Any) -> Any:
+        return module.forward(*arguments, **constants)
+
+    return forward
+
+
+def shortened(problem: Problem, variant: Variant) -> Problem:
+    """The problem with fewer blocks and the same rest in the last one: its code is the same."""
+    missing = max(_blocks(problem, variant) - _BLOCKS, 0)
+    return dataclasses.replace(problem, tokens=problem.tokens - missing * variant.block_tokens)
+
+
+def compiled(problem: Problem, variant: Variant, chip: Chip) -> list[Schedule]:
+    """The schedules of a call's operations, compiled at the problem's own length.
+
+    Raises:
+      CompileError: the compiler refused.
+    """
+    import jax
+    from jax.experimental.pallas import tpu as pltpu
+
+    forward = forward_of(problem, variant, chip)
+
+    def from_hbm(*arguments: Any) -> Any:
+        # XLA would put the small operands of a short call into VMEM, and their DMA would not be
+        # seen in the kernel.
+        constrained = [
+            None if x is None else pltpu.with_memory_space_constraint(x, pltpu.HBM)
+            for x in arguments
+        ]
+        return forward(*constrained)
+
+    structs = [
+        None if given is None else jax.ShapeDtypeStruct(*given)
+        for given in operands.inputs(problem).values()
+    ]
+    program = aot.compile_for(chip, from_hbm, structs)
+    assert program.dump_dir is not None
+    return read_schedules(program.dump_dir, chip)
+
+
+def _blocks(problem: Problem, variant: Variant) -> int:
+    return -(-problem.tokens // variant.block_tokens)
+
+
+def _steps(kernel: Schedule, asked: Problem, short: Problem, variant: Variant) -> int | None:
+    """Length of the last grid axis at the real length; None where that was compiled."""
+    missing = _blocks(asked, variant) - _blocks(short, variant)
+    return kernel.steps + missing if missing and kernel.steps else None
+
+
+def _moved(kernel: Schedule, steps: int | None) -> tuple[int, int]:
+    """Bytes from and to HBM at the real length, of all cores."""
+    walks = [kernel.walk(core=core) for core in range(kernel.cores)]
+    totals = [w.totals if steps is None else model.extend(kernel, w, steps) for w in walks]
+    return round(sum(t.bytes_in for t in totals)), round(sum(t.bytes_out for t in totals))

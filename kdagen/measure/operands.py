@@ -1,0 +1,89 @@
+"""The operands of one call of a generated forward kernel: their shapes, bytes and drawn values."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from kdagen.problem import Problem
+
+BYTES = {"bfloat16": 2, "float32": 4}
+
+Shaped = dict[str, tuple[tuple[int, ...], str]]
+
+
+def inputs(problem: Problem) -> dict[str, tuple[tuple[int, ...], str] | None]:
+    """Shape and dtype name of every array argument of ``forward`` in its order, None if absent.
+
+    query, key [H, B, T, K]; value [HV, B, T, V]; gate [HV, B, T, K]; beta [HV, B, T]; a_log [HV]
+    and delta_time_bias [HV, K] for a raw gate; initial_state [B, 1, HV, K, V] if there is one.
+    """
+    heads, value_heads = problem.heads, problem.value_heads
+    rows = (problem.batch, problem.tokens)
+    raw = problem.gate != "log_decay"
+    state = (problem.batch, 1, value_heads, problem.key_dim, problem.value_dim)
+    return {
+        "query": ((heads, *rows, problem.key_dim), problem.dtype),
+        "key": ((heads, *rows, problem.key_dim), problem.dtype),
+        "value": ((value_heads, *rows, problem.value_dim), problem.dtype),
+        "gate": ((value_heads, *rows, problem.key_dim), problem.gate_dtype),
+        "beta": ((value_heads, *rows), problem.beta_dtype),
+        "a_log": ((value_heads,), "float32") if raw else None,
+        "delta_time_bias": ((value_heads, problem.key_dim), "float32") if raw else None,
+        "initial_state": (state, "float32") if problem.initial_state else None,
+    }
+
+
+def outputs(problem: Problem) -> Shaped:
+    """Shape and dtype name of what ``forward`` returns: output [HV, B, T, V], and the final state
+    [B, 1, HV, K, V] if the problem asks for it."""
+    given = inputs(problem)["value"]
+    assert given is not None
+    result: Shaped = {"output": given}
+    if problem.final_state:
+        state = (problem.batch, 1, problem.value_heads, problem.key_dim, problem.value_dim)
+        result["final_state"] = (state, "float32")
+    return result
+
+
+def scalars(problem: Problem) -> dict[str, Any]:
+    """The keyword arguments of ``forward`` that are compile-time constants."""
+    return {"scale": problem.key_dim**-0.5, "lower_bound": problem.lower_bound}
+
+
+def floor_bytes(problem: Problem) -> int:
+    """HBM bytes of a call that reads each operand once and writes each result once."""
+    arrays = [*inputs(problem).values(), *outputs(problem).values()]
+    return sum(prod(shape) * BYTES[dtype] for shape, dtype in filter(None, arrays))
+
+
+def draw(problem: Problem, seed: int) -> dict[str, Any]:
+    """Random values of ``inputs(problem)`` as JAX arrays, rounded to their dtypes.
+
+    Queries and keys are of unit length where the kernel does not normalise them, beta lies in
+    (0, 1). Gates span what the kind of gate allows: a bounded one reaches both of its ends; an
+    unbounded one goes from hardly any decay in the first head to e^-20 a token in the last, and a
+    log decay has a reset of -1e4 in one token of 50.
+    """
+    import jax.numpy as jnp
+
+    rng = np.random.default_rng(seed)
+    wanted = {name: given for name, given in inputs(problem).items() if given is not None}
+    values = {name: rng.standard_normal(shape) for name, (shape, _) in wanted.items()}
+    if not problem.qk_l2norm:
+        for name in ("query", "key"):
+            values[name] /= np.linalg.norm(values[name], axis=-1, keepdims=True)
+    values["beta"] = 1.0 / (1.0 + np.exp(-values["beta"]))
+    strength = np.geomspace(1e-3, 20.0, problem.value_heads)
+    if problem.gate == "log_decay":
+        decay = -strength[:, None, None, None] * rng.random(values["gate"].shape)
+        resets = rng.random((*values["gate"].shape[:3], 1)) < 0.02
+        values["gate"] = np.where(resets, -1e4, decay)
+    elif problem.gate == "softplus":
+        values["a_log"] = np.log(strength)
+    else:
+        values["gate"] *= 4.0
+        values["a_log"] *= 0.5
+    return {name: jnp.asarray(x, wanted[name][1]) for name, x in values.items()}

@@ -1,0 +1,102 @@
+"""Numbers and variants in words, the same wherever they are shown."""
+
+from __future__ import annotations
+
+from kdagen.chips import Chip
+from kdagen.problem import Problem
+from kdagen.store.tuned import Environment, Result
+from kdagen.variant import Variant
+
+MIB = 1 << 20
+
+
+def seconds(value: float | None) -> str:
+    """A time of a kernel."""
+    if value is None:
+        return "-"
+    return f"{value * 1e6:.1f} us" if value < 1e-3 else f"{value * 1e3:.3f} ms"
+
+
+def duration(value: float) -> str:
+    """A time that a person waits."""
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def ratio(result: Result | None, default: Result | None) -> str:
+    """How much faster than the default: "1.25x"."""
+    if result is None or default is None or not result.seconds or not default.seconds:
+        return "-"
+    return "default" if result.is_default else f"{default.seconds / result.seconds:.2f}x"
+
+
+def hbm_share(result: Result) -> str:
+    """The HBM floor as a share of the time."""
+    if not result.seconds or not result.floor_seconds:
+        return "-"
+    return f"{result.floor_seconds / result.seconds:.0%}"
+
+
+def vmem(result: Result) -> str:
+    """VMEM used, and allowed, in MiB."""
+    if result.vmem_limit_bytes is None:
+        return "-"
+    used = "?" if result.vmem_used_bytes is None else f"{result.vmem_used_bytes / MIB:.1f}"
+    return f"{used} / {result.vmem_limit_bytes / MIB:.0f} MiB"
+
+
+def error(result: Result) -> str:
+    """The largest relative error of any output."""
+    if result.errors is None:
+        return "not checked"
+    value = result.error
+    return "NaN" if value is None or value != value else f"{value:.1e}"
+
+
+def variant(v: Variant | str) -> str:
+    """The parameters, without names where their form tells; a text stands for itself."""
+    if isinstance(v, str):
+        return v
+    parts = [
+        f"chunk {v.chunk}",
+        f"heads {v.heads}",
+        f"chunks {v.chunks}",
+        f"{v.decay} {v.sub_block}",
+        f"{v.inverse} {v.inverse_block}",
+        f"depth {v.weight_depth}",
+        f"spans {v.recurrence_span}/{v.inverse_span}/{v.relation_span}",
+        f"lag {v.lag}",
+        v.order,
+    ]
+    if v.vmem_limit_mib:
+        parts.append(f"VMEM {v.vmem_limit_mib} MiB")
+    return ", ".join(parts)
+
+
+def problem(p: Problem) -> str:
+    """The facts of a call that matter for its speed."""
+    gate = p.gate if p.lower_bound is None else f"{p.gate} {p.lower_bound:g}"
+    heads = f"H {p.heads}" if p.value_heads == p.heads else f"H {p.heads} HV {p.value_heads}"
+    return f"B {p.batch} T {p.tokens} {heads} K {p.key_dim} V {p.value_dim} {p.dtype} {gate}"
+
+
+def origin(source: str, environment: Environment, chip: Chip) -> str:
+    """Where a time comes from, and how wrong it may be."""
+    versions = f"libtpu {environment.libtpu}, JAX {environment.jax}"
+    if source == "hardware":
+        return f'source "hardware": device time measured on {chip.name} ({versions})'
+    return (
+        f'source "compiler": modelled from the compiler\'s schedule, not measured ({versions}); '
+        + calibration(chip)
+    )
+
+
+def calibration(chip: Chip) -> str:
+    """How good the chip's time model is known to be."""
+    known = chip.calibration
+    if known is None:
+        return f"the model of {chip.name} is not calibrated and its error is not known"
+    return (
+        f"known error of the model of {chip.name}: {known.mean_error:.0%} on average, "
+        f"{known.max_error:.0%} at most, on kernels it was not fitted to"
+    )

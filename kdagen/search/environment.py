@@ -1,0 +1,45 @@
+"""What results depend on beside the problem and the variant."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib import metadata
+from pathlib import Path
+
+import kdagen
+from kdagen.chips import Chip
+from kdagen.compiler.aot import libtpu_version
+from kdagen.generate import code_hash
+from kdagen.store.tuned import Environment
+
+_PACKAGE = Path(kdagen.__file__).parent
+_MODEL = ("compiler", "measure/offline.py", "measure/operands.py")
+
+
+def current(chip: Chip) -> Environment:
+    """The environment of results that this installation makes for ``chip``."""
+    return Environment(
+        chip=chip.name,
+        jax=metadata.version("jax"),
+        jaxlib=metadata.version("jaxlib"),
+        libtpu=libtpu_version() or "none",
+        kdagen=_version(),
+        generator=code_hash(),
+        model=_model_hash(chip),
+    )
+
+
+def _version() -> str:
+    try:
+        return metadata.version("kdagen")
+    except metadata.PackageNotFoundError:
+        return "source"  # run from a source tree that was not installed
+
+
+def _model_hash(chip: Chip) -> str:
+    digest = hashlib.sha256(repr(chip).encode())
+    for name in _MODEL:
+        path = _PACKAGE / name
+        for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
+            digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()

@@ -1,0 +1,208 @@
+"""A tuning run over several problems on one chip."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from kdagen.chips import Chip, chip_for_device_kind
+from kdagen.compiler import aot
+from kdagen.errors import KdagenError
+from kdagen.measure import hardware
+from kdagen.measure.pool import Pool
+from kdagen.problem import Problem
+from kdagen.search import environment
+from kdagen.search.shape import Job, ShapeSearch
+from kdagen.store.tuned import Environment, Store
+from kdagen.variant import VariantError
+
+DEFAULT_TRIALS = 24
+
+_POLL_SECONDS = 1.0
+
+_OFF_DEVICE = ("offline", "verify")
+_ON_DEVICE = ("hardware", "paired")
+
+Pools = list[tuple[Pool, tuple[str, ...]]]
+
+
+class TuneError(KdagenError):
+    """A run that cannot begin."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to tune, and how far.
+
+    Attributes:
+      chip: what to tune for.
+      shapes: problems by name.
+      trials: candidates a problem, those of earlier runs included.
+      budget_seconds: no candidate but the defaults starts later than this after the beginning; what
+        runs then, and the checks of would-be winners, still end. None is no limit.
+      jobs: worker processes.
+      seed: of the samplers.
+    """
+
+    chip: Chip
+    shapes: Mapping[str, Problem]
+    trials: int = DEFAULT_TRIALS
+    budget_seconds: float | None = None
+    jobs: int = field(default_factory=lambda: os.cpu_count() or 1)
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is, after a job has ended.
+
+    Attributes:
+      done, total: jobs ended in this run, and those plus the ones to come as far as known.
+      seconds_left: an estimate; None before there is anything to go by.
+      search: the problem that the job was of.
+      job: the job that ended, and how.
+      status, reason: how it ended.
+    """
+
+    done: int
+    total: int
+    seconds_left: float | None
+    search: ShapeSearch
+    job: Job
+    status: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run came to.
+
+    Attributes:
+      chip, environment, source: what the rows were made for and with.
+      searches: of every problem that some variant serves.
+      refused: why no variant serves the others, by name.
+      interrupted: whether it was stopped by Ctrl-C.
+      seconds: that it took.
+    """
+
+    chip: Chip
+    environment: Environment
+    source: str
+    searches: list[ShapeSearch]
+    refused: dict[str, str]
+    interrupted: bool
+    seconds: float
+
+    @property
+    def complete(self) -> bool:
+        """Whether every problem has a winner."""
+        return not self.refused and all(s.winner is not None for s in self.searches)
+
+
+def tune(
+    plan: Plan,
+    store: Store,
+    begin: Callable[[str, list[ShapeSearch]], None] = lambda source, searches: None,
+    report: Callable[[Progress], None] = lambda progress: None,
+) -> Summary:
+    """Search for the best variant of every problem of ``plan``.
+
+    Times are measured where a TPU of that chip is attached, else modelled. Rows are committed one
+    by one. KeyboardInterrupt ends the workers and the run; what was recorded stays, and a run of
+    the same plan goes on from it.
+
+    Args:
+      plan: what to tune.
+      store: the database that rows go to, and an earlier run's rows come from.
+      begin: called once with the source and the searches, before the first job.
+      report: called after each job.
+
+    Raises:
+      TuneError: this machine can neither compile for the chip nor has one.
+      PoolError: worker processes do not start.
+    """
+    started = time.monotonic()
+    chip = plan.chip
+    kind = hardware.attached_device_kind()
+    source = "hardware" if kind and chip_for_device_kind(kind) == chip else "compiler"
+    reason = None if source == "hardware" else aot.can_compile(chip)
+    if reason is not None:
+        raise TuneError(f"cannot compile for {chip.name} here: {reason}")
+    made_with = environment.current(chip)
+    environment_id = store.put_environment(made_with)
+    searches, refused = [], {}
+    for name, problem in plan.shapes.items():
+        try:
+            searches.append(
+                ShapeSearch(
+                    name, problem, chip, store, environment_id, source, plan.trials, plan.seed
+                )
+            )
+        except VariantError as error:
+            refused[name] = str(error)
+    for index, search in enumerate(searches, start=1):
+        if plan.budget_seconds is not None:
+            search.deadline = started + plan.budget_seconds * index / len(searches)
+    begin(source, searches)
+    interrupted = False
+    with _pools(plan, source) as pools:
+        try:
+            _run(plan, searches, pools, report)
+        except KeyboardInterrupt:
+            interrupted = True
+    seconds = time.monotonic() - started
+    return Summary(chip, made_with, source, searches, refused, interrupted, seconds)
+
+
+@contextlib.contextmanager
+def _pools(plan: Plan, source: str) -> Iterator[Pools]:
+    with contextlib.ExitStack() as stack:
+        pools: Pools = [(stack.enter_context(Pool(plan.jobs, aot.worker_environment)), _OFF_DEVICE)]
+        if source == "hardware":
+            # One process at a time can have the device.
+            pool = stack.enter_context(Pool(1, hardware.device_environment))
+            pools.append((pool, _ON_DEVICE))
+        yield pools
+
+
+def _run(
+    plan: Plan,
+    searches: list[ShapeSearch],
+    pools: Pools,
+    report: Callable[[Progress], None],
+) -> None:
+    by_name = {search.name: search for search in searches}
+    started, done = time.monotonic(), 0
+    while True:
+        for pool, tasks in pools:
+            _fill(plan, searches, pool, tasks)
+        if not any(pool.busy for pool, _ in pools):
+            return
+        for pool, _ in pools:
+            for outcome in pool.wait(_POLL_SECONDS / len(pools)):
+                job = outcome.job
+                assert isinstance(job, Job)
+                search = by_name[job.shape]
+                search.finish(job, outcome)
+                done += 1
+                remaining = sum(s.remaining for s in searches)
+                left = (time.monotonic() - started) / done * remaining
+                report(
+                    Progress(
+                        done, done + remaining, left, search, job, outcome.status, outcome.reason
+                    )
+                )
+
+
+def _fill(plan: Plan, searches: list[ShapeSearch], pool: Pool, tasks: tuple[str, ...]) -> None:
+    """Give idle workers jobs: of the first problem that has one, so that the checks of one problem
+    run while the next is searched."""
+    for search in searches:
+        while pool.idle:
+            job = search.next(tasks)
+            if job is None:
+                break
+            pool.submit(job, job.request(search.problem, plan.chip), job.timeout)
