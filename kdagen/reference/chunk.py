@@ -100,6 +100,49 @@ def _merge(diagonal: jax.Array, below: jax.Array) -> jax.Array:
     return jnp.concatenate([top, jnp.concatenate([below, pair[..., 1, :, :]], axis=-1)], axis=-2)
 
 
+def unit_lower_inverse(strict: jax.Array) -> jax.Array:
+    """(I + L)^-1 of strictly lower L [..., C, C], by merging the inverses of diagonal blocks.
+
+    [[A, 0], [X, B]]^-1 = [[A^-1, 0], [-B^-1 X A^-1, B^-1]], from blocks of one row up.
+    """
+    size = strict.shape[-1]
+    inverse = jnp.ones((*strict.shape[:-1], 1, 1), strict.dtype)
+    rows = 1
+    while rows < size:
+        pairs = size // (2 * rows)
+        tiles = strict.reshape(*strict.shape[:-2], pairs, 2, rows, pairs, 2, rows)
+        below = jnp.stack([tiles[..., n, 1, :, n, 0, :] for n in range(pairs)], axis=-3)
+        pair = _pairs(inverse)
+        below = matmul(matmul(pair[..., 1, :, :], below), pair[..., 0, :, :])
+        inverse = _merge(inverse, -below)
+        rows *= 2
+    return inverse[..., 0, :, :]
+
+
+@jax.custom_vjp
+def solve_unit_lower(strict: jax.Array, rhs: jax.Array) -> jax.Array:
+    """Y of (I + L) Y = rhs, for strictly lower L [..., C, C] and rhs [..., C, V]."""
+    return matmul(unit_lower_inverse(strict), rhs)
+
+
+def _solve_forward(strict: jax.Array, rhs: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    inverse = unit_lower_inverse(strict)
+    solved = matmul(inverse, rhs)
+    return solved, (inverse, solved)
+
+
+def _solve_backward(
+    residuals: tuple[jax.Array, ...], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    # d rhs = A^T dY and dL = -A^T dA A^T = -(A^T dY) Y^T: the inverse itself is never differentiated.
+    inverse, solved = residuals
+    d_rhs = matmul(inverse, cotangent, transpose_a=True)
+    return -jnp.tril(matmul(d_rhs, solved, transpose_b=True), -1), d_rhs
+
+
+solve_unit_lower.defvjp(_solve_forward, _solve_backward)
+
+
 def chunk_step(
     query: jax.Array,
     key: jax.Array,
@@ -128,13 +171,7 @@ def chunk_step(
     rows = key.shape[-2]
     reads = matmul(jnp.concatenate([key * from_start, query * from_start], axis=-2), state)
     beta = beta[..., None]
-    solved = lax.linalg.triangular_solve(
-        beta * of_key,
-        beta * (value - reads[..., :rows, :]),
-        left_side=True,
-        lower=True,
-        unit_diagonal=True,
-    )
+    solved = solve_unit_lower(beta * of_key, beta * (value - reads[..., :rows, :]))
     own = jnp.sum(query * key, axis=-1, keepdims=True)
     output = reads[..., rows:, :] + matmul(of_query, solved) + own * solved
     whole = from_start[..., -1, :, None]
