@@ -3,7 +3,6 @@
 PYTHON ?= python3
 VENV ?= .venv
 NEWEST_VENV ?= .venv-newest
-BENCHMARK_VENV ?= .venv-benchmark
 CHIP ?= v7x
 SHAPES ?= examples/shapes.yaml
 JOBS ?= $(or $(shell nproc 2>/dev/null),2)
@@ -41,14 +40,15 @@ format: $(VENV)/.installed-dev ## Rewrite the sources in the project's format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-calibrate: $(BENCHMARK_VENV)/.installed ## Hold the time model against published measurements
-	$(BENCHMARK_VENV)/bin/python benchmarks/calibrate.py
+# The comparisons make an environment of their own: tokamax needs Python 3.12 or newer.
+calibrate: ## Hold the time model against published measurements
+	$(PYTHON) benchmarks/calibrate.py
 
-compare: $(BENCHMARK_VENV)/.installed ## Model tokamax's forward kernels and this one side by side
-	$(BENCHMARK_VENV)/bin/python benchmarks/compare.py
+compare: ## Model tokamax's forward kernels and this one side by side
+	$(PYTHON) benchmarks/compare.py
 
 clean: ## Remove the virtual environments and the caches
-	rm -rf $(VENV) $(NEWEST_VENV) $(BENCHMARK_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(NEWEST_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 
 # venv installs pip last, so its presence says that the environment is whole.
 $(BIN)/pip:
@@ -59,16 +59,10 @@ $(VENV)/.installed-%: pyproject.toml | $(BIN)/pip
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
 	@touch $@
 
-# tokamax needs Python 3.12 or newer, and a comparison one JAX for both sides.
-$(NEWEST_VENV)/bin/pip $(BENCHMARK_VENV)/bin/pip:
-	newest=$$($(PYTHON) .ci/newest_python.py) && "$$newest" -m venv $(patsubst %/bin/pip,%,$@)
+$(NEWEST_VENV)/bin/pip:
+	newest=$$($(PYTHON) .ci/newest_python.py) && "$$newest" -m venv $(NEWEST_VENV)
 
 $(NEWEST_VENV)/.installed: pyproject.toml | $(NEWEST_VENV)/bin/pip
 	$(NEWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 		--editable '.[test]' 'jax[tpu]>=0.12'
-	@touch $@
-
-$(BENCHMARK_VENV)/.installed: pyproject.toml | $(BENCHMARK_VENV)/bin/pip
-	$(BENCHMARK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-		--editable '.[benchmark]'
 	@touch $@

@@ -9,7 +9,7 @@ import pytest
 
 from tests.house.documents import DOCUMENTS, ROOT, shell_lines
 
-MACHINE_PATH = re.compile(r"(?<![\w.}-])/(?:work|root|home|farm)/")
+MACHINE_PATH = re.compile(r"(?<![\w.}-])/(?:work|root|farm|Users)/")
 REGISTRY_HOST = re.compile(
     "|".join(
         rf"\b{name}\.{domain}\b"
@@ -35,7 +35,7 @@ def tracked_files() -> list[Path]:
 @pytest.mark.parametrize(
     ("forbidden", "example"),
     [
-        pytest.param(MACHINE_PATH, "/" + "home/someone/kdagen", id="machine-path"),
+        pytest.param(MACHINE_PATH, "/" + "root/kdagen", id="machine-path"),
         pytest.param(REGISTRY_HOST, "https://pypi" + ".org/simple", id="registry-host"),
     ],
 )
