@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
-from kdagen.cli import main
 
+from kdagen.cli import main
 from kdagen.problem import load_shapes
 from tests.house.documents import DOCUMENTS, ROOT, shell_lines
 
