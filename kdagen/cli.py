@@ -230,3 +230,7 @@ def _select(shapes: dict[str, Problem], names: tuple[str, ...]) -> dict[str, Pro
         if name not in shapes:
             raise click.UsageError(f"--shape: got {name!r}, the file has {', '.join(shapes)}")
     return {name: shapes[name] for name in names} if names else shapes
+
+
+if __name__ == "__main__":
+    main()

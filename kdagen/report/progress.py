@@ -9,8 +9,7 @@ from rich.live import Live
 from rich.text import Text
 
 from kdagen.report import words
-from kdagen.search.run import Progress
-from kdagen.search.shape import ShapeSearch
+from kdagen.search.run import Progress, Run
 
 
 class Printer:
@@ -34,16 +33,15 @@ class Printer:
         if self._live is not None:
             self._live.stop()
 
-    def begin(self, source: str, searches: list[ShapeSearch]) -> None:
+    def begin(self, run: Run) -> None:
         """The searches are about to start."""
-        for search in searches:
+        for search in run.searches:
             known = f", {search.taken_over} candidates known from before"
             self._say(
                 f"{search.name}: {words.problem(search.problem)}"
                 + (known if search.taken_over else "")
             )
-        how = "measured on the device" if source == "hardware" else "modelled, no device is used"
-        self._say(f'times are {how} (source = "{source}")')
+        self._say(words.origin(run.source, run.environment, run.chip))
 
     def report(self, progress: Progress) -> None:
         """A job has ended."""
@@ -65,8 +63,9 @@ def _line(progress: Progress) -> str:
     outcome = "" if progress.status == "ok" else f" ({progress.status}: {progress.reason})"
     parts = [f"[{progress.done}/{progress.total}] {search.name}: {what} a candidate{outcome}"]
     if best is not None:
-        parts.append(f"best so far {words.seconds(best.seconds)}")
-        parts.append(f"against default {words.ratio(best, search.default_result)}")
+        parts.append(f"best so far {words.seconds(best.seconds)} {words.kind(best.source)}")
+        if search.default_result is not None:
+            parts.append(f"{words.ratio(best, search.default_result)} against the default")
     if progress.seconds_left is not None:
         parts.append(f"about {words.duration(progress.seconds_left)} left")
     return ", ".join(parts)

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from kdagen.chips import get_chip
 from kdagen.report import words
-from kdagen.search.run import Summary
+from kdagen.search.run import Run, Summary
 from kdagen.search.shape import ShapeSearch
 from kdagen.store.tuned import Entry, Store
 from kdagen.variant import Variant, VariantError
@@ -30,25 +30,23 @@ def console() -> Console:
 
 def _table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    numeric = ("time", "default", "against default", "of HBM", "VMEM used / allowed", "error")
     for column in columns:
-        justify = "right" if column in numeric else "left"
-        table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
+        table.add_column(column, overflow="fold")
     return table
 
 
-def summary(result: Summary) -> Table:
+def summary(result: Run) -> Table:
     """A line a problem: its winner against the default variant."""
+    time = f"{words.kind(result.source)} time"
     table = _table(
         "shape",
         "winner",
-        "time",
+        time,
         "default",
         "against default",
         "of HBM",
         "VMEM used / allowed",
         "error",
-        "source",
     )
     for search in result.searches:
         table.add_row(*_summary_row(search))
@@ -64,7 +62,9 @@ def _summary_row(search: ShapeSearch) -> list[str]:
         return [search.name, "none: no candidate came through"]
     label = words.variant(_variant(shown.variant))
     if search.winner is None:
-        label = f"(best so far, not a winner yet) {label}"
+        label = f"best so far, not checked: {label}"
+    elif shown.is_default:
+        label = f"the default: {label}"
     return [
         search.name,
         label,
@@ -74,7 +74,6 @@ def _summary_row(search: ShapeSearch) -> list[str]:
         words.hbm_share(shown),
         words.vmem(shown),
         words.error(shown),
-        shown.source,
     ]
 
 
@@ -149,12 +148,13 @@ def chips(reasons_by_chip: Mapping[str, str | None]) -> Table:
 def print_summary(console: Console, result: Summary, db: Path, command: str) -> None:
     """What a run came to: the table, the reasons, where times come from, and how to go on."""
     console.print()
-    console.print(summary(result))
-    failed = reasons(result.searches)
+    run = result.run
+    console.print(summary(run))
+    failed = reasons(run.searches)
     if failed is not None:
         console.print(failed)
-    notes = [words.origin(result.source, result.environment, result.chip)]
-    tried = sum(len(search.tried) - search.taken_over for search in result.searches)
+    notes = [words.origin(run.source, run.environment, run.chip)]
+    tried = sum(len(search.tried) - search.taken_over for search in run.searches)
     notes.append(f"{tried} candidates in {words.duration(result.seconds)}; all are in {db}")
     if result.interrupted:
         notes.append(f"stopped; to go on from here: {command}")

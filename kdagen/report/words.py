@@ -27,7 +27,12 @@ def ratio(result: Result | None, default: Result | None) -> str:
     """How much faster than the default: "1.25x"."""
     if result is None or default is None or not result.seconds or not default.seconds:
         return "-"
-    return "default" if result.is_default else f"{default.seconds / result.seconds:.2f}x"
+    return f"{default.seconds / result.seconds:.2f}x"
+
+
+def kind(source: str) -> str:
+    """What a time of that source is."""
+    return "measured" if source == "hardware" else "modelled"
 
 
 def hbm_share(result: Result) -> str:

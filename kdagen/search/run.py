@@ -77,15 +77,13 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Summary:
-    """What a run came to.
+class Run:
+    """What a run searches, and how it comes by its times.
 
     Attributes:
-      chip, environment, source: what the rows were made for and with.
+      chip, environment, source: what the rows are made for and with.
       searches: of every problem that some variant serves.
       refused: why no variant serves the others, by name.
-      interrupted: whether it was stopped by Ctrl-C.
-      seconds: that it took.
     """
 
     chip: Chip
@@ -93,19 +91,33 @@ class Summary:
     source: str
     searches: list[ShapeSearch]
     refused: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run came to.
+
+    Attributes:
+      run: what it was.
+      interrupted: whether it was stopped by Ctrl-C.
+      seconds: that it took.
+    """
+
+    run: Run
     interrupted: bool
     seconds: float
 
     @property
     def complete(self) -> bool:
         """Whether every problem has a winner."""
-        return not self.refused and all(s.winner is not None for s in self.searches)
+        winners = [search.winner for search in self.run.searches]
+        return not self.run.refused and None not in winners
 
 
 def tune(
     plan: Plan,
     store: Store,
-    begin: Callable[[str, list[ShapeSearch]], None] = lambda source, searches: None,
+    begin: Callable[[Run], None] = lambda run: None,
     report: Callable[[Progress], None] = lambda progress: None,
 ) -> Summary:
     """Search for the best variant of every problem of ``plan``.
@@ -117,7 +129,7 @@ def tune(
     Args:
       plan: what to tune.
       store: the database that rows go to, and an earlier run's rows come from.
-      begin: called once with the source and the searches, before the first job.
+      begin: called once, before the first job.
       report: called after each job.
 
     Raises:
@@ -146,15 +158,15 @@ def tune(
     for index, search in enumerate(searches, start=1):
         if plan.budget_seconds is not None:
             search.deadline = started + plan.budget_seconds * index / len(searches)
-    begin(source, searches)
+    run = Run(chip, made_with, source, searches, refused)
+    begin(run)
     interrupted = False
     with _pools(plan, source) as pools:
         try:
             _run(plan, searches, pools, report)
         except KeyboardInterrupt:
             interrupted = True
-    seconds = time.monotonic() - started
-    return Summary(chip, made_with, source, searches, refused, interrupted, seconds)
+    return Summary(run, interrupted, time.monotonic() - started)
 
 
 @contextlib.contextmanager

@@ -264,8 +264,8 @@ def _values(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def _kind(result: Result) -> str:
-    # The constraint's name counts alike what differs in its numbers.
-    return result.reason.split(":")[0] if result.status == "illegal" else result.reason
+    # The constraint's name, or the beginning, counts alike what differs in its numbers.
+    return result.reason.split(":")[0] if result.status == "illegal" else result.reason[:80]
 
 
 def _shown(error: float | None) -> str:

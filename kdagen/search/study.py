@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
 from collections.abc import Iterable
 from itertools import islice
+from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, IntDistribution
@@ -11,12 +15,26 @@ from optuna.trial import TrialState, create_trial
 
 from kdagen.chips import Chip
 from kdagen.problem import Problem
-from kdagen.variant import Variant, check, legal_variants, space
+from kdagen.variant import Variant, check, default_variant, legal_variants, space
 
 # Asks in a row that bring nothing new before the space counts as exhausted.
 _FRUITLESS_ASKS = 400
 _STARTUP_TRIALS = 8
 _LEGAL = "legal"
+
+# Parameters whose legal values depend on each other: one axis of the sampler for each group, so
+# that nearly all it proposes is legal. Every other parameter is an axis of its own.
+_GROUPS = (
+    ("chunk", "heads", "chunks", "vmem_limit_mib"),
+    ("inverse", "inverse_block"),
+)
+# Variants with less work in flight than this share of the most leave the MXU waiting for the
+# products of one chunk-head: with half of it they take 1.5 times as long, with a quarter 3 times.
+_LEAST_IN_FLIGHT = 0.5
+
+Option = dict[str, Any]
+
+optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
 class Study:
@@ -34,10 +52,10 @@ class Study:
 
     def __init__(self, problem: Problem, chip: Chip, trials: int, seed: int) -> None:
         self._problem, self._chip = problem, chip
-        self._axes = space(problem, chip)
-        # The sampler gets indices into the ordered values, so that it can tell near from far.
+        self._axes = axes(problem, chip)
+        # The sampler gets indices into the ordered options, so that it can tell near from far.
         self._distributions: dict[str, BaseDistribution] = {
-            name: IntDistribution(0, len(values) - 1) for name, values in self._axes.items()
+            name: IntDistribution(0, len(options) - 1) for name, options in self._axes.items()
         }
         sampler = optuna.samplers.TPESampler(
             seed=seed,
@@ -88,8 +106,8 @@ class Study:
                 self._finish(trial, self._answers[variant])
                 continue
             if check(variant, self._problem, self._chip) is not None:
-                self._answers[variant] = float("inf")
-                self._finish(trial, float("inf"))
+                self._answers[variant] = math.inf
+                self._finish(trial, math.inf)
                 self._illegal.append(variant)
                 continue
             self._answers[variant] = None
@@ -102,7 +120,7 @@ class Study:
 
         Variants that were never asked for are told too: the default, and earlier runs' results.
         """
-        answer = float("inf") if seconds is None else seconds
+        answer = math.inf if seconds is None else seconds
         self._answers[variant] = answer
         trial = self._waiting.pop(variant, None)
         if trial is not None:
@@ -111,7 +129,7 @@ class Study:
         point = self._indices(variant)
         if point is None or self._all is not None:
             return
-        feasible = answer != float("inf")
+        feasible = answer != math.inf
         self._study.add_trial(
             create_trial(
                 params=point,
@@ -123,7 +141,7 @@ class Study:
         )
 
     def _finish(self, trial: optuna.trial.Trial, answer: float | None) -> None:
-        feasible = answer != float("inf")
+        feasible = answer != math.inf
         # FAILED trials are invisible to the sampler, which would go on asking for the like.
         trial.set_constraint(_LEGAL, 0.0 if feasible else 1.0)
         if feasible and answer is not None:
@@ -133,9 +151,62 @@ class Study:
 
     def _indices(self, variant: Variant) -> dict[str, int] | None:
         values = variant.to_dict()
-        if any(values[name] not in axis for name, axis in self._axes.items()):
-            return None
-        return {name: axis.index(values[name]) for name, axis in self._axes.items()}
+        point = {}
+        for name, options in self._axes.items():
+            wanted = {parameter: values[parameter] for parameter in options[0]}
+            if wanted not in options:
+                return None
+            point[name] = options.index(wanted)
+        return point
 
     def _variant(self, point: dict[str, int]) -> Variant:
-        return Variant(**{name: axis[point[name]] for name, axis in self._axes.items()})
+        fields: Option = {}
+        for name, options in self._axes.items():
+            fields |= options[point[name]]
+        return Variant(**fields)
+
+
+def axes(problem: Problem, chip: Chip) -> dict[str, list[Option]]:
+    """The sampler's axes: for each an ordered list of options, partial parameter sets.
+
+    An option is in it if it is legal beside the default variant's other parameters. The first axis
+    is ordered by the work in flight, and has a raised VMEM limit only where the chip's own does not
+    do.
+    """
+    default = default_variant(problem, chip)
+    values = space(problem, chip)
+    grouped = {name for group in _GROUPS for name in group}
+    groups = [*_GROUPS, *((name,) for name in values if name not in grouped)]
+    found = {}
+    for group in groups:
+        options = [
+            dict(zip(group, point, strict=True))
+            for point in itertools.product(*(values[name] for name in group))
+        ]
+        own = {name: getattr(default, name) for name in group}
+        if own not in options:
+            options.append(own)
+        found["+".join(group)] = [
+            option
+            for option in options
+            if check(dataclasses.replace(default, **option), problem, chip) is None
+        ]
+    first = "+".join(_GROUPS[0])
+    found[first] = _busy(found[first])
+    return found
+
+
+def _busy(options: list[Option]) -> list[Option]:
+    kept = []
+    for option in options:
+        unraised = {**option, "vmem_limit_mib": 0}
+        if option == unraised or unraised not in options:
+            kept.append(option)
+    most = max(_in_flight(option) for option in kept)
+    kept = [option for option in kept if _in_flight(option) >= _LEAST_IN_FLIGHT * most]
+    return sorted(kept, key=lambda o: (_in_flight(o), o["chunk"], o["heads"]))
+
+
+def _in_flight(option: Option) -> int:
+    """Tokens of all chunk-heads of one grid step."""
+    return option["chunk"] * option["heads"] * option["chunks"]

@@ -141,8 +141,8 @@ _ENVIRONMENT_COLUMNS = tuple(f.name for f in fields(Environment))
 
 
 def default_path() -> Path:
-    """Where ``kdagen tune`` writes unless told: ``$KDAGEN_DB``, or tuned.sqlite in kdagen's folder in
-    the user's data directory."""
+    """Where ``kdagen tune`` writes unless told: ``$KDAGEN_DB``, or tuned.sqlite in kdagen's folder
+    of the user's data directory."""
     if named := os.environ.get("KDAGEN_DB"):
         return Path(named)
     return Path(platformdirs.user_data_dir("kdagen")) / "tuned.sqlite"
