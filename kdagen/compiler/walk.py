@@ -227,11 +227,8 @@ class _Walker:
         """Run one bundle, every read before any write; the target of a taken branch, or None."""
         slots = self.slots
         for result, constant, registers in self.program.addresses[index]:
-            value = constant
-            for register in registers:
-                part = slots[register]
-                value = UNKNOWN if part is UNKNOWN or value is UNKNOWN else value + part
-            slots[result] = value & MASK if 0 <= _number(value) < OPERAND_BASE else value
+            parts = [slots[register] for register in registers]
+            slots[result] = UNKNOWN if UNKNOWN in parts else _address(constant + sum(parts))
         writes = []
         taken = None
         for step in self.program.steps[index]:
@@ -333,5 +330,5 @@ class _Walker:
         return WalkError(f"{self.listing.name}: at bundle {address:#x} {what}")
 
 
-def _number(value: Any) -> int:
-    return -1 if value is UNKNOWN else value
+def _address(value: int) -> int:
+    return value if value >= OPERAND_BASE else value & MASK

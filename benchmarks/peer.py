@@ -1,0 +1,104 @@
+"""The environment that a comparison with tokamax runs in.
+
+Tokamax needs Python 3.12 and a newer JAX than kdagen does, so it gets a virtual environment of its
+own under the user's cache directory, made on first use. Standard library only: any Python runs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MINIMUM = (3, 12)
+# The kernels are called by their internal names, which a later release may change.
+REQUIREMENTS = ("tokamax==0.0.17", "jax[tpu]>=0.11.1")
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The options that both comparisons take."""
+    options = argparse.ArgumentParser(description=description)
+    options.add_argument(
+        "--python",
+        metavar="PATH",
+        help="an interpreter that has tokamax, JAX and libtpu already; none is installed then",
+    )
+    options.add_argument("--dump", metavar="DIR", help=argparse.SUPPRESS)
+    return options
+
+
+def run(script: str, options: argparse.Namespace, arguments: list[str]) -> int:
+    """Run ``script`` again inside the environment, and give back its exit status.
+
+    The child gets ``--dump DIR``, by which it knows that it is inside, and the environment
+    variables of a process that compiles for a TPU.
+    """
+    python = options.python or _environment_python()
+    if python is None:
+        versions = ".".join(map(str, MINIMUM))
+        print(
+            f"tokamax needs Python {versions} or newer and none was found: put python{versions} "
+            "(or a newer one) on the PATH, or name one that has tokamax with --python",
+            file=sys.stderr,
+        )
+        return 2
+    sys.path.insert(0, str(ROOT))
+    from kdagen.compiler.aot import worker_environment
+
+    with tempfile.TemporaryDirectory(prefix="kdagen-") as dump:
+        environment = worker_environment(dump)
+        roots = [str(ROOT), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, roots))
+        command = [python, script, *arguments, "--dump", dump]
+        return subprocess.run(command, env=environment, check=False).returncode
+
+
+def find_python() -> str | None:
+    """An interpreter of at least ``MINIMUM``: this one, one on the PATH, or one of pyenv's."""
+    candidates = [sys.executable]
+    candidates += [f"python3.{minor}" for minor in range(19, MINIMUM[1] - 1, -1)]
+    candidates += ["python3", "python"]
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    candidates += map(str, sorted(pyenv.glob("3.*/bin/python"), reverse=True))
+    code = "import sys, venv, ensurepip; print(*sys.version_info[:2])"
+    for candidate in candidates:
+        path = shutil.which(candidate)
+        if path is None:
+            continue
+        # A shim of pyenv fails where its version is not active.
+        asked = subprocess.run([path, "-c", code], capture_output=True, text=True, check=False)
+        if asked.returncode == 0 and tuple(map(int, asked.stdout.split())) >= MINIMUM:
+            return path
+    return None
+
+
+def _environment_python() -> str | None:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    directory = cache / "kdagen" / "peer"
+    python = directory / "bin" / "python"
+    stamp = directory / "requirements.txt"
+    wanted = "\n".join((*REQUIREMENTS, *_own_requirements()))
+    if python.exists() and stamp.exists() and stamp.read_text() == wanted:
+        return str(python)
+    base = find_python()
+    if base is None:
+        return None
+    print(f"making an environment with tokamax in {directory}", file=sys.stderr)
+    subprocess.run([base, "-m", "venv", "--clear", str(directory)], check=True)
+    install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*install, *wanted.split("\n")], check=True)
+    stamp.write_text(wanted)
+    return str(python)
+
+
+def _own_requirements() -> list[str]:
+    """kdagen's dependencies, from its pyproject.toml."""
+    text = (ROOT / "pyproject.toml").read_text()
+    listed = re.search(r"^dependencies = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)
+    return re.findall(r'"([^"]+)"', listed.group(1)) if listed else []
