@@ -1,1 +1,1 @@
-"""Kimi Delta Attention without kernels: the token recurrence, its float64 oracle and the chunk form."""
+"""Kimi Delta Attention without kernels: token recurrence, float64 oracle and chunk form."""

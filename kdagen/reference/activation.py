@@ -9,7 +9,7 @@ _NORM_EPSILON = 1e-6
 
 
 def l2_normalize(x: jax.Array) -> jax.Array:
-    """x * rsqrt(sum(x * x) + 1e-6) over the last axis; [..., D] in, the same shape and dtype out."""
+    """x * rsqrt(sum(x * x) + 1e-6) over the last axis; of [..., D]; dtype kept."""
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _NORM_EPSILON)
 
 
@@ -24,7 +24,7 @@ def _sigmoid_of_product(a: jax.Array, x: jax.Array) -> jax.Array:
 
 
 @_sigmoid_of_product.defjvp
-def _sigmoid_of_product_jvp(primals, tangents):  # type: ignore[no-untyped-def]
+def _sigmoid_of_product_jvp(primals, tangents):
     # s * (1 - s) is 0 in float32 from a*x = 17 on, where e^-17 times an a of e^20 still counts.
     (a, x), (da, dx) = primals, tangents
     opened = _sigmoid_of_product(a, x)

@@ -134,7 +134,7 @@ def _solve_forward(strict: jax.Array, rhs: jax.Array) -> tuple[jax.Array, tuple[
 def _solve_backward(
     residuals: tuple[jax.Array, ...], cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    # d rhs = A^T dY and dL = -A^T dA A^T = -(A^T dY) Y^T: the inverse itself is never differentiated.
+    # d rhs = A^T dY and dL = -A^T dA A^T = -(A^T dY) Y^T: no derivative of the inverse.
     inverse, solved = residuals
     d_rhs = matmul(inverse, cotangent, transpose_a=True)
     return -jnp.tril(matmul(d_rhs, solved, transpose_b=True), -1), d_rhs

@@ -7,6 +7,7 @@ differentiated itself.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -125,7 +126,7 @@ def forward(
     windows = plan(tokens, None if boundaries is None else as_varying(boundaries, axes))
     rows = _sequence_rows(windows, operands)
 
-    def zeros(*shape: int, dtype: jnp.dtype = jnp.dtype("float32")) -> jax.Array:
+    def zeros(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
         return as_varying(jnp.zeros(shape, dtype), axes)
 
     state_shape = (heads, batch, width_k, width_v)

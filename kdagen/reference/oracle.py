@@ -1,4 +1,4 @@
-"""The token recurrence and its gradient in NumPy float64: what every other implementation is held against.
+"""The token recurrence and its gradient in NumPy float64: what all else is held against.
 
 For every batch row and value head, with a state S of shape [K, V] (arXiv:2510.26692, section 3.1):
 

@@ -89,7 +89,7 @@ def recurrent(
 
     rows = jnp.arange(batch)
 
-    def step(carry, token):  # type: ignore[no-untyped-def]
+    def step(carry, token):
         state, final = carry
         q, k, v, decay, beta, slot, first, live = token
         q, k = jnp.repeat(q, group, axis=0), jnp.repeat(k, group, axis=0)
@@ -110,7 +110,7 @@ def recurrent(
     blocks = [x[: whole * block].reshape(whole, block, *x.shape[1:]) for x in xs]
 
     @jax.checkpoint
-    def run(carry, tokens):  # type: ignore[no-untyped-def]
+    def run(carry, tokens):
         return jax.lax.scan(step, carry, tokens)
 
     state = as_varying(jnp.zeros((heads, batch, width_k, width_v), dtype), axes)

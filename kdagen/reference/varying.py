@@ -32,6 +32,6 @@ def varying_alike(tree: Tree) -> Tree:
 
 
 def summed_like(cotangent: jax.Array, primal: jax.Array) -> jax.Array:
-    """The cotangent of a replicated primal: summed over the axes that only the cotangent varies on."""
+    """The cotangent, summed over the axes that it varies over and its primal does not."""
     axes = tuple(sorted(varying_axes(cotangent) - varying_axes(primal)))
     return jax.lax.psum(cotangent, axes) if axes else cotangent

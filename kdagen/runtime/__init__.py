@@ -1,1 +1,1 @@
-"""What training and serving code calls: the public function, its dispatch and its read-only tables."""
+"""What training and serving code calls: the public function, dispatch, read-only tables."""

@@ -1,0 +1,157 @@
+"""`kimi_delta_attention`, the function that a model calls.
+
+Importing this module costs little more than importing JAX: Pallas, the template engine and the
+tables are loaded by the first call that runs on a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kdagen.runtime.arguments import Call, check_call
+from kdagen.runtime.autodiff import Outputs, Rule, attend
+from kdagen.runtime.target import NoKernelError, Target, find_target, warn_once
+
+
+def kimi_delta_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    gate: jax.Array,
+    beta: jax.Array,
+    *,
+    a_log: jax.Array | None = None,
+    delta_time_bias: jax.Array | None = None,
+    lower_bound: float | None = None,
+    use_gate_in_kernel: bool = False,
+    scale: float | None = None,
+    use_qk_l2norm: bool = False,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    segment_ids: jax.Array | None = None,
+    cu_seqlens: jax.Array | None = None,
+    max_num_segments: int | None = None,
+    context_parallel: Any = None,
+    layout: str = "HBTD",
+    residuals: str | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Kimi Delta Attention (arXiv:2510.26692, section 3.1).
+
+    Per token of every batch row and value head, with a float32 state S [K, V]:
+
+        S    <- exp(gate_t)[:, None] * S
+        e    <- value_t - S^T key_t
+        S    <- S + beta_t * key_t e^T
+        out  <- S^T (scale * query_t)
+
+    Shapes are those of layout "HBTD"; "BTHD" takes and returns [B, T, H, D] (and beta [B, T, HV]).
+
+    Args:
+      query, key: [H, B, T, K], bfloat16 or float32, K at most 256, any T of 1 or more.
+      value: [HV, B, T, V], query's dtype, V at most 256. HV is a multiple of H; value head j reads
+        query and key head j // (HV / H).
+      gate: [HV, B, T, K], bfloat16 or float32: ln(alpha) of every channel, or the raw gate if
+        `use_gate_in_kernel`. Values above 0 count as 0, below -1e4 as -1e4, with zero gradient.
+      beta: [HV, B, T], bfloat16 or float32, write strength in [0, 2].
+      a_log: [HV] float32, of a raw gate; A = exp(min(a_log, 88)). Needed by a raw gate without
+        lower_bound; None means A = 1 with one. Not used if the gate is not raw.
+      delta_time_bias: [HV * K] or [HV, K] float32, added to the raw gate. Not used otherwise.
+      lower_bound: of a raw gate, in [-5, 0): ln(alpha) = lower_bound * sigmoid(A * x). None:
+        ln(alpha) = -A * softplus(x). Not used if the gate is not raw.
+      use_gate_in_kernel: whether gate is raw.
+      scale: of the query, a number; K ** -0.5 by default.
+      use_qk_l2norm: query and key are multiplied by rsqrt(sum(x * x) + 1e-6) first.
+      initial_state: [B, N, HV, K, V] float32 or None for zeros; N = 1 without segments.
+      output_final_state: whether the final state is returned.
+      segment_ids: [B, T] integers. A token belongs to slot id - 1; ids do not decrease, may skip
+        values (an empty segment), and are 0 for padding, at the end only.
+      cu_seqlens: [N + 1] (B = 1) or [B, N + 1] integers, the other way to say segments: their
+        boundaries, from 0. Tokens past the last one are padding.
+      max_num_segments: N, needed with segment_ids unless there is an initial_state.
+      context_parallel: None; no implementation of this version runs context parallel.
+      layout: "HBTD" or "BTHD".
+      residuals: what is kept for the gradient: "save" (the default) the inputs and the states at
+        the start of every chunk, "rematerialize" the inputs only. They carry the checkpoint names
+        "kda_chunk_states" and "kda_query", "kda_key" and so on.
+      implementation: "pallas" (generated TPU kernels; interpreted on other platforms),
+        "xla_chunked" (chunk form in plain JAX), "recurrent" (token by token), tokamax's "mosaic"
+        and "xla" for the first and the last, a sequence of names tried in order, or None: "pallas"
+        on a TPU, or where the trace targets one, and "xla_chunked" elsewhere. A kernel that cannot
+        serve the call is passed over with one warning for each reason; in a sequence, "pallas" is
+        passed over likewise where no TPU is targeted.
+
+    Returns:
+      output [HV, B, T, V] in query's dtype, and the final state [B, N, HV, K, V] in float32 or
+      None. Padding has output 0 whatever it holds; an empty segment's final state is its initial
+      one. A row of traced segment_ids or cu_seqlens that break their rules is NaN.
+
+    It can be differentiated once, in reverse, in query, key, value, gate, beta, a_log,
+    delta_time_bias and initial_state; differentiating twice raises NotImplementedError. A gradient
+    that is not asked for is not computed. The kernels of this version compute the forward pass
+    only: the gradient of a "pallas" call is that of "xla_chunked", recomputed from the inputs.
+
+    Raises:
+      ValueError: a wrong shape, dtype, value or combination of arguments.
+      TypeError: an argument of a wrong type.
+      NoKernelError: implementation="pallas", and no kernel serves the call.
+    """
+    call = check_call(
+        query, key, value, gate, beta,
+        a_log=a_log, delta_time_bias=delta_time_bias, lower_bound=lower_bound,
+        use_gate_in_kernel=use_gate_in_kernel, scale=scale, use_qk_l2norm=use_qk_l2norm,
+        initial_state=initial_state, output_final_state=output_final_state,
+        segment_ids=segment_ids, cu_seqlens=cu_seqlens, max_num_segments=max_num_segments,
+        context_parallel=context_parallel, layout=layout, residuals=residuals,
+        implementation=implementation,
+    )  # fmt: skip
+    output, final = attend(_rule(call, find_target()), call.operands, call.boundaries)
+    if call.valid is not None:
+        # Multiplied rather than selected, so that the gradients of such a row are NaN as well.
+        poison = jnp.where(call.valid, 1.0, jnp.nan)
+        output = output * poison[None, :, None, None].astype(output.dtype)
+        if final is not None:
+            final = final * poison[:, None, None, None, None].astype(final.dtype)
+    return jnp.moveaxis(output, 0, 2) if call.transpose else output, final
+
+
+def _rule(call: Call, target: Target) -> Rule:
+    """The first implementation that serves the call.
+
+    In order: those that were asked for; with none, the kernels where a TPU is targeted, then the
+    chunk form.
+    """
+    names = call.implementations or (
+        ("pallas", "xla_chunked") if target.is_tpu else ("xla_chunked",)
+    )
+    reasons = []
+    for name in names:
+        if name != "pallas":
+            _warn(reasons, name)
+            return Rule(name, call.options)
+        if len(names) > 1 and not target.is_tpu:
+            reasons.append(f"no TPU is targeted: {target.description}")
+            continue
+        try:
+            from kdagen.runtime import pallas
+
+            kernel = pallas.kernel_for(call, target)
+        except NoKernelError as error:
+            if names == ("pallas",):
+                raise
+            reasons.append(str(error))
+            continue
+        return Rule("pallas", call.options, kernel)
+    raise NoKernelError("; ".join(dict.fromkeys(reasons)))
+
+
+def _warn(reasons: list[str], name: str) -> None:
+    for reason in reasons:
+        warn_once(f"kimi_delta_attention runs on {name!r}, not on a Pallas kernel: {reason}")
+
+
+__all__ = ["Outputs", "kimi_delta_attention"]

@@ -1,0 +1,91 @@
+"""Packed sequences: segment ids or cumulative lengths in, boundaries of the segments out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def is_concrete(x: Any) -> bool:
+    """Whether the values can be looked at while tracing."""
+    return not isinstance(x, jax.core.Tracer)
+
+
+def boundaries_from_ids(
+    segment_ids: Any, slots: int
+) -> tuple[jax.Array | np.ndarray, jax.Array | None]:
+    """Boundaries int32 [B, N + 1] of segment ids [B, T], and which rows are valid.
+
+    Slot s is id s + 1. Ids do not decrease, may skip values, and are 0 (padding) at the end only.
+    boundaries[b, s] is the first token of slot s, or where it would be; boundaries[b, N] is the
+    number of tokens that are not padding.
+
+    Args:
+      segment_ids: integers [B, T], concrete or traced.
+      slots: N.
+
+    Returns:
+      boundaries, and bool [B] for traced ids: False for a row that breaks the rules, whose
+      boundaries are all 0 then. None for concrete ids, which were checked.
+
+    Raises:
+      ValueError: concrete ids that decrease, are negative or exceed N.
+    """
+    if is_concrete(segment_ids):
+        ids = np.asarray(segment_ids).astype(np.int64)
+        if ids.size and (ids.min() < 0 or ids.max() > slots):
+            raise ValueError(
+                f"segment_ids: got ids from {ids.min()} to {ids.max()}; they must be 0 (padding) "
+                f"to {slots}, the number of segment slots"
+            )
+        ordered = np.where(ids == 0, slots + 1, ids)
+        wrong = np.argwhere(ordered[:, 1:] < ordered[:, :-1])
+        if len(wrong):
+            row, at = (int(i) for i in wrong[0])
+            raise ValueError(
+                f"segment_ids: row {row} goes from {ids[row, at]} to {ids[row, at + 1]} at token "
+                f"{at + 1}; ids must not decrease, and 0 (padding) must come at the end only"
+            )
+        edges = np.arange(1, slots + 2)
+        return np.stack([np.searchsorted(row, edges) for row in ordered]).astype(np.int32), None
+    ids = segment_ids.astype(jnp.int32)
+    ordered = jnp.where(ids == 0, slots + 1, ids)
+    in_range = jnp.all((ids >= 0) & (ids <= slots), axis=1)
+    valid = in_range & jnp.all(ordered[:, 1:] >= ordered[:, :-1], axis=1)
+    edges = jnp.arange(1, slots + 2, dtype=jnp.int32)
+    found = jax.vmap(lambda row: jnp.searchsorted(row, edges))(ordered).astype(jnp.int32)
+    return jnp.where(valid[:, None], found, 0), valid
+
+
+def boundaries_from_lengths(
+    cu_seqlens: Any, batch: int, tokens: int
+) -> tuple[jax.Array | np.ndarray, jax.Array | None]:
+    """Boundaries int32 [B, N + 1] of cumulative lengths [N + 1] or [B, N + 1], and valid rows.
+
+    They start at 0, do not decrease and end at T or before; what follows is padding.
+
+    Returns:
+      as `boundaries_from_ids`.
+
+    Raises:
+      ValueError: concrete lengths that break the rules.
+    """
+    if is_concrete(cu_seqlens):
+        edges = np.asarray(cu_seqlens).astype(np.int64)
+        edges = edges[None] if edges.ndim == 1 else edges
+        if (edges[:, 0] != 0).any():
+            raise ValueError(f"cu_seqlens: got {edges[:, 0].tolist()} first; it must start with 0")
+        if (edges[:, 1:] < edges[:, :-1]).any():
+            raise ValueError("cu_seqlens: got values that decrease; they must not")
+        if edges.max() > tokens:
+            raise ValueError(
+                f"cu_seqlens: got a last value of {edges.max()}; it may be at most T = {tokens}"
+            )
+        return np.broadcast_to(edges, (batch, edges.shape[1])).astype(np.int32), None
+    edges = cu_seqlens[None] if cu_seqlens.ndim == 1 else cu_seqlens
+    rising = jnp.all(edges[:, 1:] >= edges[:, :-1], axis=1)
+    valid = rising & (edges[:, 0] == 0) & (edges[:, -1] <= tokens)
+    return jnp.where(valid[:, None], edges, 0).astype(jnp.int32), valid

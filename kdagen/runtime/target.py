@@ -1,0 +1,61 @@
+"""What a trace will run on, and the words in which a fallback is told."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import jax
+
+from kdagen.errors import KdagenError
+
+
+class NoKernelError(KdagenError, NotImplementedError):
+    """No Pallas kernel serves the call; the message says why."""
+
+
+class KdagenWarning(UserWarning):
+    """A call runs otherwise than it could; each reason is told once a process."""
+
+
+_told: set[str] = set()
+
+
+def warn_once(message: str) -> None:
+    """A `KdagenWarning`, unless the same message was given before in this process."""
+    if message not in _told:
+        _told.add(message)
+        warnings.warn(message, KdagenWarning, stacklevel=4)
+
+
+def forget_warnings() -> None:
+    """Lets every reason be told again."""
+    _told.clear()
+
+
+@dataclass(frozen=True)
+class Target:
+    """The device that a trace is for.
+
+    Attributes:
+      is_tpu: whether it is a TPU.
+      device_kind: as JAX names it.
+      description: where that is known from, in words.
+    """
+
+    is_tpu: bool
+    device_kind: str
+    description: str
+
+
+def find_target() -> Target:
+    """The mesh of `jax.set_mesh` if there is one, which may be that of another machine; else the
+    default device or JAX's first."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        origin = "the mesh in use"
+    else:
+        chosen = jax.config.jax_default_device
+        device = chosen if isinstance(chosen, jax.Device) else jax.devices(chosen)[0]
+        origin = "the default device"
+    return Target(device.platform == "tpu", device.device_kind, f"{origin} is {device.device_kind}")
