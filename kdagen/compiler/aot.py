@@ -126,9 +126,10 @@ def worker_environment(
         TPU_SKIP_MDS_QUERY="1",
         # Without it the second process to load libtpu aborts.
         ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-        # Silences a complaint about the absent metadata.
-        TPU_WORKER_HOSTNAMES="localhost",
     )
+    # Any values will do: they keep libtpu from complaining that it is on no TPU machine.
+    environment.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    environment.setdefault("TPU_ACCELERATOR_TYPE", "v6e-1")
     flags = [
         flag
         for flag in shlex.split(environment.get("LIBTPU_INIT_ARGS", ""))
