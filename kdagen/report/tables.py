@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,23 +36,22 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def summary(result: Run) -> Table:
+def summary(run: Run) -> Table:
     """A line a problem: its winner against the default variant."""
-    time = f"{words.kind(result.source)} time"
     table = _table(
         "shape",
         "winner",
-        time,
+        f"{words.kind(run.source)} time",
         "default",
         "against default",
         "of HBM",
-        "VMEM used / allowed",
+        "VMEM used / allowed, MiB",
         "error",
     )
-    for search in result.searches:
+    for search in run.searches:
         table.add_row(*_summary_row(search))
-    for name, reason in result.refused.items():
-        table.add_row(name, reason)
+    for name in run.refused:
+        table.add_row(name, "refused")
     return table
 
 
@@ -59,12 +59,12 @@ def _summary_row(search: ShapeSearch) -> list[str]:
     shown = search.winner or search.best
     default = search.default_result
     if shown is None:
-        return [search.name, "none: no candidate came through"]
-    label = words.variant(_variant(shown.variant))
+        return [search.name, "none"]
+    label = shown.variant_id[:12]
     if search.winner is None:
-        label = f"best so far, not checked: {label}"
+        label += " (best so far)"
     elif shown.is_default:
-        label = f"the default: {label}"
+        label += " (the default)"
     return [
         search.name,
         label,
@@ -75,6 +75,18 @@ def _summary_row(search: ShapeSearch) -> list[str]:
         words.vmem(shown),
         words.error(shown),
     ]
+
+
+def summary_notes(run: Run) -> list[str]:
+    """What a line of the table has no room for: the variant, or why there is none."""
+    notes = []
+    for search in run.searches:
+        shown = search.winner or search.best
+        if shown is None:
+            notes.append(f"{search.name}: no candidate came through")
+        else:
+            notes.append(f"{search.name}: {words.variant(_variant(shown.variant))}")
+    return notes + [f"{name}: {reason}" for name, reason in run.refused.items()]
 
 
 def reasons(searches: Iterable[ShapeSearch]) -> Table | None:
@@ -90,42 +102,42 @@ def reasons(searches: Iterable[ShapeSearch]) -> Table | None:
     return table
 
 
-def entries(rows: Sequence[Entry], *, every: bool) -> Table:
-    """A line a result: the winners, or every candidate with what became of it."""
+def entries(rows: Sequence[Entry], *, every: bool) -> tuple[Table, list[str]]:
+    """A line a result of one environment, of the winners or of every candidate; and a numbered note
+    on each, its variant and what became of it. The gain is over the default variant."""
     table = _table(
-        "chip",
+        "",
         "shape",
         *(["status"] if every else []),
-        "variant",
         "time",
-        "against default",
+        "gain",
         "of HBM",
-        "VMEM used / allowed",
+        "VMEM, MiB",
         "error",
         "source",
-        "made with",
     )
+    notes: list[str] = []
     defaults = {_place(row): row.result for row in rows if row.result.is_default}
     for row in rows:
         result = row.result
         if not (every or row.is_winner):
             continue
+        number = f"{len(notes) + 1}"
+        failed = f" ({result.status}: {result.reason})" if result.status != "ok" else ""
+        notes.append(f"{number}: {words.variant(_variant(result.variant))}{failed}")
         status = "winner" if row.is_winner else result.status
-        failed = f"{result.status}: {result.reason}" if result.status != "ok" else ""
         table.add_row(
-            row.environment.chip,
+            number,
             row.name,
             *([status] if every else []),
-            "\n".join(filter(None, [words.variant(_variant(result.variant)), failed])),
             words.seconds(result.seconds),
             words.ratio(result, defaults.get(_place(row))),
             words.hbm_share(result),
             words.vmem(result),
             words.error(result),
             result.source,
-            f"libtpu {row.environment.libtpu}, JAX {row.environment.jax}",
         )
-    return table
+    return table, notes
 
 
 def chips(reasons_by_chip: Mapping[str, str | None]) -> Table:
@@ -150,6 +162,7 @@ def print_summary(console: Console, result: Summary, db: Path, command: str) -> 
     console.print()
     run = result.run
     console.print(summary(run))
+    _print_notes(console, summary_notes(run))
     failed = reasons(run.searches)
     if failed is not None:
         console.print(failed)
@@ -158,6 +171,10 @@ def print_summary(console: Console, result: Summary, db: Path, command: str) -> 
     notes.append(f"{tried} candidates in {words.duration(result.seconds)}; all are in {db}")
     if result.interrupted:
         notes.append(f"stopped; to go on from here: {command}")
+    _print_notes(console, notes)
+
+
+def _print_notes(console: Console, notes: Iterable[str]) -> None:
     for note in notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
 
@@ -171,21 +188,25 @@ def print_tables(
     every: bool,
 ) -> bool:
     """The results of each file, and where their times come from; whether there were any."""
-    origins: dict[str, None] = {}
+    any_shown = False
     for path in paths:
         with Store(path, read_only=True) as store:
             rows = store.entries(chip=chip, name=name)
-        shown = [row for row in rows if every or row.is_winner]
-        if not shown:
-            continue
-        console.print(f"{path}", markup=False, highlight=False, soft_wrap=True)
-        console.print(entries(rows, every=every))
-        for row in shown:
-            made_for = get_chip(row.environment.chip)
-            origins[words.origin(row.result.source, row.environment, made_for)] = None
-    for origin in origins:
-        console.print(origin, markup=False, highlight=False, soft_wrap=True)
-    return bool(origins)
+        for environment, group in itertools.groupby(rows, key=lambda row: row.environment):
+            members = list(group)
+            shown = [row for row in members if every or row.is_winner]
+            if not shown:
+                continue
+            any_shown = True
+            made_for = get_chip(environment.chip)
+            table, notes = entries(members, every=every)
+            origins = {
+                words.origin(row.result.source, environment, made_for): None for row in shown
+            }
+            _print_notes(console, [f"{environment.chip}, from {path}"])
+            console.print(table)
+            _print_notes(console, [*notes, *origins, ""])
+    return any_shown
 
 
 def _place(row: Entry) -> tuple[int, str, str]:

@@ -47,7 +47,7 @@ def vmem(result: Result) -> str:
     if result.vmem_limit_bytes is None:
         return "-"
     used = "?" if result.vmem_used_bytes is None else f"{result.vmem_used_bytes / MIB:.1f}"
-    return f"{used} / {result.vmem_limit_bytes / MIB:.0f} MiB"
+    return f"{used} / {result.vmem_limit_bytes / MIB:.0f}"
 
 
 def error(result: Result) -> str:
