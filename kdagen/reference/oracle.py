@@ -205,9 +205,8 @@ def _run(
     final_state = initial_state.copy()
     grads: dict[str, Array] = {}
     if cotangents is not None:
-        d_output, d_final = cotangents
-        d_output = np.zeros_like(output) if d_output is None else d_output
-        d_final = np.zeros_like(final_state) if d_final is None else d_final
+        d_output = np.zeros_like(output) if cotangents[0] is None else cotangents[0]
+        d_final = np.zeros_like(final_state) if cotangents[1] is None else cotangents[1]
         grads = {name: np.zeros_like(x) for name, x in tensors.items()}
         grads["initial_state"] = d_final.copy()
     for b in range(batch):

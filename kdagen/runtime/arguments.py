@@ -46,7 +46,7 @@ class Call:
     transpose: bool
 
 
-def _array(name: str, x: Any) -> jax.Array:
+def _array(name: str, x: Any) -> Any:
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(f"{name}: got {type(x).__name__}; it must be a jax.Array or numpy.ndarray")
     return x

@@ -65,8 +65,8 @@ def _forward(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     options = rule.options
     if rule.implementation == "recurrent":
-        output, final = recurrent(operands, boundaries, options)
-        return output, final if options.output_final_state else None, None
+        reached, state = recurrent(operands, boundaries, options)
+        return reached, state if options.output_final_state else None, None
     if rule.implementation == "pallas":
         assert rule.kernel is not None
         return *rule.kernel(operands, options), None

@@ -128,7 +128,7 @@ def _rule(call: Call, target: Target) -> Rule:
     names = call.implementations or (
         ("pallas", "xla_chunked") if target.is_tpu else ("xla_chunked",)
     )
-    reasons = []
+    reasons: list[str] = []
     for name in names:
         if name != "pallas":
             _warn(reasons, name)

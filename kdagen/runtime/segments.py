@@ -35,13 +35,13 @@ def boundaries_from_ids(
       ValueError: concrete ids that decrease, are negative or exceed N.
     """
     if is_concrete(segment_ids):
-        ids = np.asarray(segment_ids).astype(np.int64)
+        ids: Any = np.asarray(segment_ids).astype(np.int64)
         if ids.size and (ids.min() < 0 or ids.max() > slots):
             raise ValueError(
                 f"segment_ids: got ids from {ids.min()} to {ids.max()}; they must be 0 (padding) "
                 f"to {slots}, the number of segment slots"
             )
-        ordered = np.where(ids == 0, slots + 1, ids)
+        ordered: Any = np.where(ids == 0, slots + 1, ids)
         wrong = np.argwhere(ordered[:, 1:] < ordered[:, :-1])
         if len(wrong):
             row, at = (int(i) for i in wrong[0])
@@ -49,7 +49,7 @@ def boundaries_from_ids(
                 f"segment_ids: row {row} goes from {ids[row, at]} to {ids[row, at + 1]} at token "
                 f"{at + 1}; ids must not decrease, and 0 (padding) must come at the end only"
             )
-        edges = np.arange(1, slots + 2)
+        edges: Any = np.arange(1, slots + 2)
         return np.stack([np.searchsorted(row, edges) for row in ordered]).astype(np.int32), None
     ids = segment_ids.astype(jnp.int32)
     ordered = jnp.where(ids == 0, slots + 1, ids)

@@ -55,7 +55,7 @@ def find_target() -> Target:
     if device is not None:
         origin = "the mesh in use"
     else:
-        chosen = jax.config.jax_default_device
+        chosen = jax.config.values["jax_default_device"]
         device = chosen if isinstance(chosen, jax.Device) else jax.devices(chosen)[0]
         origin = "the default device"
     return Target(device.platform == "tpu", device.device_kind, f"{origin} is {device.device_kind}")

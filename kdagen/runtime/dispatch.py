@@ -1,0 +1,241 @@
+"""From a problem and a chip to the variant that runs: tuned, nearest, or default.
+
+In this order:
+
+1. a tuned row of the same key (`Problem.key`), made with today's generator;
+2. the nearest row of the chip: the same key tuned with another generator, else the fewest facts
+   that differ, heads and widths counted by their ratio;
+3. `kdagen.variant.default_variant`.
+
+A row is used only if `kdagen.variant.check` finds it legal for this problem on this chip. Where
+there are several of a key, measured goes before modelled, then the same JAX and libtpu, then the
+nearest length and batch, then the later environment. Tables are the user's (`configure`,
+$KDAGEN_DB or what `kdagen tune` wrote), then the packaged ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import jax
+
+from kdagen.chips import CHIPS, Chip
+from kdagen.errors import KdagenError
+from kdagen.problem import Problem, ProblemError, canonical_json
+from kdagen.runtime.table import Row, packaged_tables, read_table, user_table
+from kdagen.runtime.target import NoKernelError, warn_once
+from kdagen.variant import Variant, VariantError, check, default_variant
+
+
+class UntunedError(KdagenError):
+    """`strict` dispatch met a problem that no table has tuned."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `configure` set: a table to look into first, and whether a miss is an error."""
+
+    db: Path | None = None
+    strict: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A legal variant and how it was found.
+
+    Attributes:
+      variant: what to run.
+      origin: "tuned", "nearest" or "default".
+      note: for the last two, what was missing and what was taken instead, in words.
+    """
+
+    variant: Variant
+    origin: str
+    note: str = ""
+
+
+_settings = Settings()
+
+
+def configure(*, db: str | Path | None = None, strict: bool = False) -> None:
+    """Sets where tuned variants come from; call it before tracing, and alike on every host.
+
+    Args:
+      db: a table that `kdagen tune` wrote, in place of $KDAGEN_DB and of the default one. It must
+        exist when it is first needed. None goes back to those.
+      strict: a problem without a tuned row raises UntunedError instead of running on the nearest
+        or the default variant with a warning.
+    """
+    global _settings
+    _settings = Settings(None if db is None else Path(db), bool(strict))
+    _choose.cache_clear()
+    read_table.cache_clear()
+
+
+def choose(problem: Problem, chip: Chip) -> Choice:
+    """The variant for a problem on a chip; anything but a tuned one is warned of once.
+
+    Raises:
+      NoKernelError: no variant is legal, so no kernel serves the problem.
+      UntunedError: `strict`, and no tuned row.
+      TableError: a table that was named is absent or unreadable.
+    """
+    choice = _choose(problem, chip, _settings)
+    if choice.origin != "tuned":
+        message = f"{choice.note} To tune it: {tune_command(problem, chip)}"
+        if _settings.strict:
+            raise UntunedError(message)
+        warn_once(message)
+    return choice
+
+
+def tune_command(problem: Problem, chip: Chip) -> str:
+    """Shell commands that tune exactly this problem."""
+    facts = {
+        f.name: getattr(problem, f.name)
+        for f in fields(problem)
+        if getattr(problem, f.name) != f.default
+    }
+    for name, same in (("value_heads", "heads"), ("gate_dtype", "dtype"), ("beta_dtype", "dtype")):
+        if facts.get(name) == getattr(problem, same):
+            del facts[name]
+    shape = canonical_json({"my-shape": facts})
+    return f"echo '{shape}' > shapes.yaml && kdagen tune --chip {chip.name} --shapes shapes.yaml"
+
+
+@functools.lru_cache(maxsize=1024)
+def _choose(problem: Problem, chip: Chip, settings: Settings) -> Choice:
+    from kdagen.generate import code_hash
+
+    generator = code_hash()
+    try:
+        default = default_variant(problem, chip)
+    except VariantError as error:
+        raise NoKernelError(str(error)) from error
+    rows = list(_rows(chip, settings))
+    same_key = [row for row in rows if row.problem_key == problem.key()]
+    current = [row for row in same_key if row.generator == generator]
+    if (found := _first_legal(_by_trust(current, problem), problem, chip)) is not None:
+        return Choice(found[1], "tuned")
+    asked = f"kdagen: {problem.to_json()} is not tuned for {chip.name}"
+    nearest = sorted(_by_trust(rows, problem), key=lambda row: _distance(row, problem))
+    if (found := _first_legal(nearest, problem, chip)) is not None:
+        row, variant = found
+        if row.problem_key == problem.key():
+            what = "a row tuned with another version of the kernels"
+        else:
+            what = f"the variant tuned for {row.problem}, which is legal here"
+        return Choice(variant, "nearest", f"{asked}; it runs on {what}.")
+    return Choice(default, "default", f"{asked}; it runs on the default variant.")
+
+
+def _rows(chip: Chip, settings: Settings) -> Iterator[Row]:
+    own = settings.db or user_table()
+    if own is not None:
+        yield from _of_chip(own, chip, immutable=False)
+    for path in packaged_tables():
+        yield from _of_chip(path, chip, immutable=True)
+
+
+def _of_chip(path: Path, chip: Chip, *, immutable: bool) -> Iterator[Row]:
+    for rows in read_table(path, immutable).get(chip.name, {}).values():
+        yield from rows
+
+
+def _by_trust(rows: Iterable[Row], problem: Problem) -> list[Row]:
+    """Rows with the most trusted first."""
+    versions = (jax.__version__, _libtpu_version())
+
+    def doubt(row: Row) -> tuple[bool, bool, float, int]:
+        size = _size_distance(row, problem)
+        return (
+            row.source != "hardware",
+            (row.jax, row.libtpu) != versions,
+            size,
+            -row.environment_id,
+        )
+
+    return sorted(rows, key=doubt)
+
+
+@functools.cache
+def _libtpu_version() -> str:
+    try:
+        return importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _first_legal(rows: Iterable[Row], problem: Problem, chip: Chip) -> tuple[Row, Variant] | None:
+    for row in rows:
+        try:
+            variant = Variant.from_dict(json.loads(row.variant))
+        except (VariantError, ValueError):
+            continue  # of another version: a parameter has gone or come
+        if check(variant, problem, chip) is None:
+            return row, variant
+    return None
+
+
+_SIZES = ("heads", "value_heads", "key_dim", "value_dim")
+
+
+def _parsed(row: Row) -> Problem | None:
+    try:
+        return Problem.from_dict(json.loads(row.problem))
+    except (ProblemError, ValueError):
+        return None  # of another version
+
+
+def _ratio(a: int, b: int) -> float:
+    return abs(math.log2(a / b))
+
+
+def _size_distance(row: Row, problem: Problem) -> float:
+    """How far length and batch are off; time per chunk hardly depends on them."""
+    other = _parsed(row)
+    if other is None:
+        return math.inf
+    return _ratio(other.tokens, problem.tokens) + _ratio(other.batch, problem.batch)
+
+
+def _distance(row: Row, problem: Problem) -> tuple[float, float]:
+    """How many facts differ between a row's problem and this one, and by which ratio the sizes."""
+    other = _parsed(row)
+    if other is None:
+        return math.inf, math.inf
+    aligned = {name: getattr(problem, name) for name in (*_SIZES, "tokens", "batch", "lower_bound")}
+    try:
+        theirs = json.loads(replace(other, **aligned).key())
+    except ProblemError:  # a bound where that problem's gate has none
+        theirs = json.loads(replace(other, **{**aligned, "lower_bound": other.lower_bound}).key())
+    ours = json.loads(problem.key())
+    differing = sum(ours[name] != theirs.get(name) for name in ours)
+    sizes = sum(_ratio(getattr(other, name), getattr(problem, name)) for name in _SIZES)
+    return differing, sizes
+
+
+def portable_choice(problem: Problem) -> tuple[Choice, Chip]:
+    """A default variant that is legal on every chip, and the chip whose default it is.
+
+    Raises:
+      NoKernelError: there is none.
+    """
+    reasons = []
+    for chip in sorted(CHIPS.values(), key=lambda chip: chip.default_vmem_limit_bytes):
+        try:
+            variant = default_variant(problem, chip)
+        except VariantError as error:
+            reasons.append(str(error))
+            continue
+        broken = next((v for c in CHIPS.values() if (v := check(variant, problem, c))), None)
+        if broken is None:
+            return Choice(variant, "default"), chip
+        reasons.append(str(broken))
+    raise NoKernelError(f"no variant is legal on every chip: {reasons[0]}")

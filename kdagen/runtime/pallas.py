@@ -1,0 +1,102 @@
+"""The generated kernels behind `implementation="pallas"`: from a checked call to a kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from kdagen.chips import CHIPS, Chip, get_chip
+from kdagen.problem import Problem
+from kdagen.reference.options import Options
+from kdagen.reference.varying import varying_alike
+from kdagen.runtime.arguments import Call
+from kdagen.runtime.dispatch import choose, portable_choice
+from kdagen.runtime.target import NoKernelError, Target
+from kdagen.variant import Variant
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A chosen variant of the fused forward for one problem; hashable, so that jit knows it again.
+
+    Attributes:
+      problem, variant: what is computed, and how.
+      chip: name of the chip that it is generated for.
+      interpret: run by Pallas' interpreter, on any platform.
+    """
+
+    problem: Problem
+    variant: Variant
+    chip: str
+    interpret: bool
+
+    def __call__(
+        self, operands: dict[str, jax.Array | None], options: Options
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Output [HV, B, T, V] and final state [B, 1, HV, K, V], None unless it was asked for."""
+        from kdagen.generate import generate, load
+
+        module = load(generate(self.problem, self.variant, get_chip(self.chip)))
+        return module.forward(
+            **varying_alike(operands),
+            scale=options.scale,
+            lower_bound=options.lower_bound,
+            interpret=self.interpret,
+        )
+
+
+def problem_of(call: Call) -> Problem:
+    """The static facts of a call, as tuning knows them."""
+    options, operands = call.options, call.operands
+    query, value, gate, beta = (_given(operands, n) for n in ("query", "value", "gate", "beta"))
+    value_heads, batch, tokens, value_dim = value.shape
+    if not options.use_gate_in_kernel:
+        kind = "log_decay"
+    else:
+        kind = "softplus" if options.lower_bound is None else "bounded"
+    return Problem(
+        tokens=tokens,
+        heads=query.shape[0],
+        batch=batch,
+        value_heads=value_heads,
+        key_dim=query.shape[-1],
+        value_dim=value_dim,
+        dtype=query.dtype.name,
+        gate=kind,
+        lower_bound=options.lower_bound,
+        gate_dtype=gate.dtype.name,
+        beta_dtype=beta.dtype.name,
+        qk_l2norm=options.use_qk_l2norm,
+        initial_state=operands["initial_state"] is not None,
+        final_state=options.output_final_state,
+        # Which kernel serves depends on there being a packing and not on its lengths.
+        segments=None if call.boundaries is None else 1,
+    )
+
+
+def _given(operands: dict[str, Any], name: str) -> jax.Array:
+    return operands[name]
+
+
+def kernel_for(call: Call, target: Target) -> Kernel:
+    """The kernel that serves a call on a target: on a TPU, compiled; elsewhere, interpreted.
+
+    Raises:
+      NoKernelError: no variant is legal for the call, or the chip is not one of those known.
+    """
+    problem = problem_of(call)
+    if not target.is_tpu:
+        choice, chip = portable_choice(problem)
+        return Kernel(problem, choice.variant, chip.name, interpret=True)
+    chip = _chip_of(target)
+    return Kernel(problem, choose(problem, chip).variant, chip.name, interpret=False)
+
+
+def _chip_of(target: Target) -> Chip:
+    for chip in CHIPS.values():
+        if target.device_kind in chip.device_kinds:
+            return chip
+    kinds = ", ".join(kind for chip in CHIPS.values() for kind in chip.device_kinds)
+    raise NoKernelError(f"{target.description}; kernels are generated for {kinds}")
