@@ -117,19 +117,21 @@ def tune(
 
 @main.command()
 @click.option("--chip", type=_CHIP, required=True, help="Chip to generate for.")
-@click.option("--shape", "name", required=True, help="Name of the shape.")
+@click.option("--shape", "name", help="Name of the shape.")
 @click.option(
     "--shapes",
     type=_EXISTING_FILE,
     help="YAML file that has the shape [default: the tables know it by name].",
 )
+@click.option("--problem", "fields", metavar="JSON", help="The shape itself, in place of a name.")
 @click.option("--db", type=_EXISTING_FILE, help="Table to take the winner from first.")
 @click.option("--default", "use_default", is_flag=True, help="Print the default variant.")
 @click.option("--variant", "parameters", metavar="JSON", help="Print the variant of this JSON.")
 def render(
     chip: str,
-    name: str,
+    name: str | None,
     shapes: Path | None,
+    fields: str | None,
     db: Path | None,
     use_default: bool,
     parameters: str | None,
@@ -147,10 +149,14 @@ def render(
 
     if use_default and parameters:
         raise click.UsageError("--default and --variant: only one of them can be given")
+    if (name is None) == (fields is None):
+        raise click.UsageError("--shape and --problem: one of them must be given, and only one")
     tables = lookup.known_tables(db)
-    if shapes is not None:
+    if fields is not None:
+        problem = choice.parse_problem(fields)
+    elif name is not None and shapes is not None:
         problem = _select(load_shapes(shapes), (name,))[name]
-    else:
+    elif name is not None:
         found = lookup.find_problem(name, tables)
         if found is None:
             raise click.UsageError(f"--shape: no table knows {name!r}; give its file by --shapes")

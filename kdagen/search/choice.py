@@ -6,10 +6,12 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kdagen.chips import Chip
+from kdagen.errors import KdagenError
 from kdagen.generate import generate
-from kdagen.problem import Problem
+from kdagen.problem import Problem, ProblemError
 from kdagen.store import lookup
 from kdagen.variant import Variant, VariantError, check, default_variant
 
@@ -44,7 +46,7 @@ def choose(
         variant serves the problem.
     """
     if parameters is not None:
-        variant = _parse(parameters, default_variant(problem, chip))
+        variant = _parse_variant(parameters, default_variant(problem, chip))
         violation = check(variant, problem, chip)
         if violation is not None:
             raise VariantError(f"variant: not legal for this shape on {chip.name}: {violation}")
@@ -58,11 +60,24 @@ def choose(
     return Chosen(generate(problem, default, chip).source, origin)
 
 
-def _parse(text: str, default: Variant) -> Variant:
+def parse_problem(text: str) -> Problem:
+    """The problem of a JSON object of its fields; those that are left out have their defaults.
+
+    Raises:
+      ProblemError: not such an object.
+    """
+    return Problem.from_dict(_object("problem", text, ProblemError))
+
+
+def _parse_variant(text: str, default: Variant) -> Variant:
+    return Variant.from_dict({**default.to_dict(), **_object("variant", text, VariantError)})
+
+
+def _object(name: str, text: str, kind: type[KdagenError]) -> dict[str, Any]:
     try:
         fields = json.loads(text)
     except json.JSONDecodeError as error:
-        raise VariantError(f"variant: not JSON: {error}") from error
+        raise kind(f"{name}: not JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise VariantError(f"variant: got {text}, it must be a JSON object of parameters")
-    return Variant.from_dict({**default.to_dict(), **fields})
+        raise kind(f"{name}: got {text}, it must be a JSON object")
+    return fields

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import kdagen
 from kdagen.chips import Chip
+from kdagen.generate import code_hash
 from kdagen.problem import Problem
 from kdagen.store.tuned import Store, default_path
 from kdagen.variant import Variant, VariantError, check
@@ -41,8 +42,8 @@ def find_winner(
 ) -> tuple[Variant, Path] | None:
     """The legal winner for a problem on a chip, and the table it is in.
 
-    In each table: of this very problem before others of its key, measured before modelled, of a
-    later environment before an earlier.
+    In each table: made with today's templates before others, of this very problem before others of
+    its key, measured before modelled, of a later environment before an earlier.
     """
     for path in tables:
         with Store(path, read_only=True) as store:
@@ -50,6 +51,7 @@ def find_winner(
         found = [e for e in entries if e.problem.key() == problem.key()]
         found.sort(
             key=lambda e: (
+                e.environment.generator == code_hash(),
                 e.problem == problem,
                 e.result.source == "hardware",
                 e.environment_id,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             ],
             "--variant",
         ),
+        (["render", "--chip", "v6e"], "--problem"),
+        (["render", "--chip", "v6e", "--shape", "good", "--problem", "{}"], "--problem"),
         (["show", "--db", "absent.sqlite"], "absent.sqlite"),
         (["chips", "--chip", "tpu"], "'tpu' is not one of"),
         (["ship", "--chip", "v6e"], "--out"),
@@ -64,7 +68,7 @@ def test_usage_errors_exit_with_2(run, arguments: list[str], message: str) -> No
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("- a list", "is not a mapping"),
+        ("- a list", "must map names of shapes"),
         ("good: {tokens: 64}", "heads: missing"),
         ("good: {tokens: 64, heads: 2, gate: soft}", "gate: got 'soft'"),
         ("{", "not YAML"),
@@ -116,6 +120,27 @@ def test_render_prints_the_default_where_nothing_was_tuned(run, chip: str) -> No
     assert result.exit_code == 0, result.output
     assert f"no table has a winner on {chip}" in result.stderr
     compile(result.stdout, "rendered", "exec")
+
+
+@pytest.mark.parametrize("gate", ["gate: softplus", "gate: bounded, lower_bound: -5.0"])
+def test_a_rendered_module_names_the_command_that_prints_it(run, tmp_path: Path, gate: str) -> None:
+    (tmp_path / "shapes.yaml").write_text(
+        f"good: {{tokens: 640, heads: 6, batch: 2, qk_l2norm: true, final_state: true, {gate}}}\n"
+    )
+    shape = ["--chip", "v5p", "--shape", "good", "--shapes", "shapes.yaml"]
+    source = run("render", *shape).stdout
+    (command,) = re.findall(r"kdagen (render .*)", source)
+    assert run(*shlex.split(command)).stdout == source
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [("{", "problem: not JSON"), ("3", "JSON object"), ('{"heads": 1}', "tokens: missing")],
+)
+def test_a_bad_problem_exits_with_1_and_names_the_fault(run, fields: str, message: str) -> None:
+    result = run("render", "--chip", "v6e", "--problem", fields)
+    assert result.exit_code == 1
+    assert message in result.stderr
 
 
 def test_no_command_makes_a_table_by_looking(run, tmp_path: Path) -> None:
