@@ -2,7 +2,7 @@
 
 The MXU runs a program in its own order, and one head's chain of small dependent products leaves it
 idle most of the time. So chunk-heads are emitted in lockstep: each stage of each chunk-head is cut
-into segments that end with a matrix product, and a plan interleaves the segments. Three stages of
+into segments, and a plan interleaves the segments. Three stages of
 different chunks overlap within one grid step ``t``:
 
   relations   of chunk block t: decay factors, q k^T and k k^T within a chunk
@@ -18,6 +18,7 @@ Everything here is plain Python over integers: it decides legality before anythi
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from kdagen.errors import KdagenError
@@ -29,17 +30,23 @@ PIPELINE_STAGES = 3
 ORDERS = {
     "rir": (RECURRENCE, INVERSE, RELATIONS),
     "irr": (INVERSE, RECURRENCE, RELATIONS),
-    "rri": (RECURRENCE, RELATIONS, INVERSE),
+    "mix": (RECURRENCE, INVERSE, RELATIONS),
 }
+INTERLEAVED = "mix"
 """Which stage goes first within a slot."""
 
 RECURRENCE_PRODUCTS = 3
 _LAST_HANDOVER_READ = 2
 """The last segment of a recurrence that reads what the relations wrote two blocks ago."""
 
+RELATION_YIELDS = 3
+"""Sums and norms; then operands; then products, and factors for the recurrence; then relations."""
+_FIRST_HANDOVER_WRITE = 2
+"""The first segment of the relations that writes what a recurrence reads two blocks later."""
+
 
 class EmissionError(KdagenError, ValueError):
-    """A plan that would read a scratch slot after it was overwritten, or a state before it exists."""
+    """A plan that reads a scratch slot after it was overwritten, or a state before it exists."""
 
 
 def relation_tiles(decay: str, chunk: int, sub_block: int) -> tuple[tuple[Job, ...], ...]:
@@ -91,6 +98,10 @@ def inverse_products(chunk: int, inverse_block: int) -> int:
     return neumann + 2 * doublings
 
 
+Run = tuple[str, tuple[int, ...]]
+"""A stage, and the items of it whose next segments are written one after another."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """The order of emission of one grid step.
@@ -102,7 +113,7 @@ class Plan:
       tiles: the products of the relations, see ``relation_tiles``.
     """
 
-    slots: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]
+    slots: tuple[tuple[Run, ...], ...]
     tiles: tuple[tuple[Job, ...], ...]
 
 
@@ -132,15 +143,14 @@ def plan(
     lanes_per_item = LANES // chunk
     items = heads * chunks
     packs = items // lanes_per_item
-    products = {
+    yields = {
         RECURRENCE: RECURRENCE_PRODUCTS,
         INVERSE: inverse_products(chunk, inverse_block),
-        RELATIONS: 1 + len(tiles),
+        RELATIONS: RELATION_YIELDS,
     }
     spans = {RECURRENCE: recurrence_span, RELATIONS: relation_span or recurrence_span}
-    priority = {stage: i for i, stage in enumerate(ORDERS[order])}
     # in one slot the relations may come before the recurrence: then they wait a slot longer
-    recurrence_last = int(priority[RECURRENCE] > priority[RELATIONS])
+    recurrence_last = int(order == INTERLEAVED)
     starts: dict[tuple[str, int], int] = {}
     for item in range(items):
         # chunk-heads of a pack start together, so that their products stand side by side; the
@@ -148,23 +158,21 @@ def plan(
         after = starts[RECURRENCE, item - heads] + RECURRENCE_PRODUCTS if item >= heads else 0
         starts[RECURRENCE, item] = max(item // lanes_per_item * spans[RECURRENCE] // packs, after)
     for pack in range(packs):
-        starts[INVERSE, pack] = pack * inverse_span // packs + lag
+        starts[INVERSE, pack] = pack * inverse_span // packs
         read = max(
             starts[RECURRENCE, item] + _LAST_HANDOVER_READ
             for item in range(pack * lanes_per_item, (pack + 1) * lanes_per_item)
         )
         spread = pack * spans[RELATIONS] // packs + lag
-        starts[RELATIONS, pack] = max(spread, read - products[RELATIONS] + recurrence_last)
+        starts[RELATIONS, pack] = max(spread, read - _FIRST_HANDOVER_WRITE + recurrence_last)
     waiting = sorted((start, stage, item) for (stage, item), start in starts.items())
-    slots = []
+    slots: list[tuple[Run, ...]] = []
     active: dict[str, dict[int, int]] = {stage: {} for stage in ORDERS[order]}
     while waiting or any(active.values()):
         while waiting and waiting[0][0] <= len(slots):
             _, stage, item = waiting.pop(0)
-            active[stage][item] = products[stage] + 1
-        slots.append(
-            tuple((stage, tuple(sorted(items))) for stage, items in active.items() if items)
-        )
+            active[stage][item] = yields[stage] + 1
+        slots.append(_laid_out(active, interleaved=order == INTERLEAVED))
         active = {
             stage: {item: left - 1 for item, left in items.items() if left > 1}
             for stage, items in active.items()
@@ -172,6 +180,21 @@ def plan(
     result = Plan(tuple(slots), tiles)
     prove(result, heads=heads, chunk=chunk)
     return result
+
+
+def _laid_out(active: dict[str, dict[int, int]], *, interleaved: bool) -> tuple[Run, ...]:
+    """The segments of one slot: stage after stage, or dealt out so that all last to its end."""
+    if not interleaved:
+        return tuple((stage, tuple(sorted(items))) for stage, items in active.items() if items)
+    dealt = sorted(
+        ((i + 0.5) / len(items), rank, stage, item)
+        for rank, (stage, items) in enumerate(active.items())
+        for i, item in enumerate(sorted(items))
+    )
+    return tuple(
+        (stage, tuple(item for *_, item in run))
+        for stage, run in itertools.groupby(dealt, key=lambda entry: entry[2])
+    )
 
 
 def prove(plan: Plan, *, heads: int, chunk: int) -> None:
@@ -189,7 +212,7 @@ def prove(plan: Plan, *, heads: int, chunk: int) -> None:
         if stage != RECURRENCE:
             continue
         pack = item // (LANES // chunk)
-        if places[_LAST_HANDOVER_READ] > position[RELATIONS, pack][-1]:
+        if places[_LAST_HANDOVER_READ] > position[RELATIONS, pack][_FIRST_HANDOVER_WRITE]:
             raise EmissionError(
                 f"the relations of pack {pack} overwrite what the recurrence of chunk-head {item} "
                 "has yet to read"

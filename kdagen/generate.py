@@ -1,8 +1,9 @@
-"""From a problem and a variant to the source of a kernel, and to a module that Python can import.
+"""From a problem and a variant to the source of a kernel, and to a module Python can import.
 
-A template selects and binds; the logic is in ``kdagen.kernels``, which the generated module imports.
-So the identity of a variant covers its parameters, the facts it is specialised on, the templates and
-the helpers: when any of them changes, so does the id, and what was measured before no longer counts.
+A template selects and binds; the logic is in ``kdagen.kernels``, which the generated module
+imports. So the identity of a variant covers its parameters, the facts it is specialised on, the
+templates and the helpers: when any of them changes, so does the id, and what was measured before no
+longer counts.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from typing import Any
 from kdagen.chips import Chip
 from kdagen.errors import KdagenError
 from kdagen.kernels.numerics import TOKEN_FLOOR
+from kdagen.kernels.tiling import LANES
 from kdagen.problem import Problem, canonical_json
 from kdagen.variant import MIB, Variant
 
 TEMPLATE = "kda_forward.py.j2"
 SPECIALISED = ("dtype", "gate", "gate_dtype", "qk_l2norm", "initial_state", "final_state")
-"""Facts of a problem that its generated code depends on; all others are shapes it is called with."""
+"""Facts of a problem that its generated code depends on; the others are the call's shapes."""
 
 _PACKAGE = Path(__file__).parent
 _TEMPLATES = _PACKAGE / "_templates"
@@ -54,7 +56,7 @@ class Generated:
 
 
 def variant_id(problem: Problem, variant: Variant, chip: Chip) -> str:
-    """sha256, hex, of the parameters, the specialised facts, the chip, the templates and the helpers."""
+    """sha256, hex, of parameters, specialised facts, chip, templates and helpers."""
     return hashlib.sha256(
         canonical_json(
             {
@@ -79,7 +81,7 @@ def code_hash() -> str:
 
 
 def generate(problem: Problem, variant: Variant, chip: Chip) -> Generated:
-    """Renders the kernel of a variant. Legality is ``kdagen.variant.check``'s affair, not this one's.
+    """Renders the kernel of a variant; whether it is legal ``kdagen.variant.check`` says.
 
     Raises:
       GenerateError: the template does not render.
@@ -104,6 +106,7 @@ def generate(problem: Problem, variant: Variant, chip: Chip) -> Generated:
                 p=variant,
                 plan=variant.plan(),
                 raw_gate=raw_gate,
+                per_pack=LANES // variant.chunk,
                 floor=TOKEN_FLOOR,
                 vmem_limit_bytes=variant.vmem_limit_mib * MIB or None,
                 kernel_name=f"kda_forward_{short}",
@@ -188,7 +191,10 @@ def _again(problem: Problem, variant: Variant, chip: Chip) -> str:
     asked = {**_facts(problem), "heads": variant.heads, "tokens": variant.chunk}
     if problem.lower_bound is not None:
         asked["lower_bound"] = problem.lower_bound
-    return f"kdagen render --chip {chip.name} --problem '{canonical_json(asked)}' --variant '{variant.to_json()}'"
+    return (
+        f"kdagen render --chip {chip.name} --problem '{canonical_json(asked)}' "
+        f"--variant '{variant.to_json()}'"
+    )
 
 
 @functools.cache

@@ -193,13 +193,13 @@ def load_shapes(path: str | Path) -> dict[str, Problem]:
         raise ProblemError(f"shapes file {path}: not YAML: {error}") from error
     if not isinstance(content, dict) or not content:
         raise ProblemError(
-            f"shapes file {path}: it must map names of shapes to their fields, and is empty or is not a mapping"
+            f"shapes file {path}: it must map names of shapes to their fields; it does not"
         )
     shapes = {}
     for name, fields in content.items():
         if not isinstance(name, str) or not isinstance(fields, dict):
             raise ProblemError(
-                f"shapes file {path}, shape {name!r}: it must be a mapping of fields, got {fields!r}"
+                f"shapes file {path}, shape {name!r}: got {fields!r}; it must map fields to values"
             )
         try:
             shapes[name] = Problem.from_dict(fields)

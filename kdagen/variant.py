@@ -1,4 +1,4 @@
-"""How a problem is solved: the parameters of a generated kernel, their space, and their legality."""
+"""How a problem is solved: parameters of a generated kernel, their space, their legality."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ class Variant:
       weight_depth: contraction depth of the products below 16-row blocks.
       recurrence_span, inverse_span, relation_span: slots over which the chunk-heads of a stage
         start; they decide how the stages interleave in program order.
-      lag: slots by which relations and inverse start after the recurrence.
+      lag: slots by which the relations start after the recurrence.
       order: which stage goes first within a slot: "rir" recurrence, inverse, relations; "irr"
-        inverse, recurrence, relations.
+        inverse, recurrence, relations; "mix" deals them out.
       vmem_limit_mib: scoped VMEM limit to ask the compiler for, in MiB; 0 is the chip's default.
     """
 
@@ -74,9 +74,9 @@ class Variant:
     inverse: str = "neumann"
     inverse_block: int = 8
     weight_depth: int = 64
-    recurrence_span: int = 6
-    inverse_span: int = 1
-    relation_span: int = 6
+    recurrence_span: int = 4
+    inverse_span: int = 2
+    relation_span: int = 9
     lag: int = 0
     order: str = "rir"
     vmem_limit_mib: int = 0
@@ -148,12 +148,9 @@ def space(problem: Problem, chip: Chip) -> dict[str, tuple[Any, ...]]:
     The product holds illegal points; ``check`` tells. Heads are divisors of the problem's.
     """
     bounded = problem.gate == "bounded"
-    heads = tuple(
-        h for h in range(1, min(problem.value_heads, 32) + 1) if problem.value_heads % h == 0
-    )
     return {
         "chunk": (64, 128) if bounded else (64,),
-        "heads": heads,
+        "heads": tuple(_divisors(problem.value_heads, 32)),
         "chunks": (1, 2, 4, 8, 16),
         "decay": ("bounded",) if bounded else ("unbounded",),
         "sub_block": (16, 32) if bounded else (8,),
@@ -196,22 +193,24 @@ def default_variant(problem: Problem, chip: Chip) -> Variant:
     Raises:
       VariantError: no variant serves the problem on this chip; the message is that of ``check``.
     """
-    decay = "bounded" if problem.gate == "bounded" else "unbounded"
-    common = {"decay": decay, "sub_block": 32 if decay == "bounded" else 8}
+    bounded = problem.gate == "bounded"
     violation = None
     for in_flight in (32, 16, 8, 4, 2):
-        for heads in sorted(
-            (h for h in range(1, 33) if problem.value_heads % h == 0), reverse=True
-        ):
-            if heads > in_flight or (in_flight % heads and heads * (in_flight // heads) < 2):
-                continue
+        for heads in reversed(_divisors(problem.value_heads, in_flight)):
             variant = Variant(
-                heads=heads, chunks=in_flight // heads, recurrence_span=8, relation_span=8, **common
+                heads=heads,
+                chunks=in_flight // heads,
+                decay="bounded" if bounded else "unbounded",
+                sub_block=32 if bounded else 8,
             )
             violation = check(variant, problem, chip)
             if violation is None:
                 return variant
     raise VariantError(f"no variant serves this problem on {chip.name}: {violation}")
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [d for d in range(1, min(number, most) + 1) if number % d == 0]
 
 
 def check(variant: Variant, problem: Problem, chip: Chip) -> Violation | None:
@@ -284,8 +283,8 @@ def _packing(variant: Variant, problem: Problem, chip: Chip) -> str | None:
         )
     if variant.heads * variant.chunks * variant.chunk % LANES:
         return (
-            f"heads={variant.heads}, chunks={variant.chunks}: {LANES // variant.chunk} chunk-heads of "
-            f"{variant.chunk} tokens share the lanes, so their product must be a multiple of that"
+            f"heads={variant.heads}, chunks={variant.chunks}: {LANES // variant.chunk} chunk-heads "
+            f"of {variant.chunk} tokens share the lanes: their product must be a multiple"
         )
     return None
 
@@ -301,8 +300,8 @@ def _code_size(variant: Variant, problem: Problem, chip: Chip) -> str | None:
     bundles = variant.heads * variant.chunks * variant.chunk // 64 * _BUNDLES_PER_UNIT
     if bundles > MAX_LOOP_BUNDLES:
         return (
-            f"heads={variant.heads}, chunks={variant.chunks}, chunk={variant.chunk}: about {bundles} "
-            f"bundles in the loop, more than the {MAX_LOOP_BUNDLES} that are known to run well"
+            f"heads={variant.heads}, chunks={variant.chunks}, chunk={variant.chunk}: about "
+            f"{bundles} bundles in the loop, more than the {MAX_LOOP_BUNDLES} known to run well"
         )
     return None
 
@@ -310,7 +309,10 @@ def _code_size(variant: Variant, problem: Problem, chip: Chip) -> str | None:
 def _vmem(variant: Variant, problem: Problem, chip: Chip) -> str | None:
     limit = variant.vmem_limit_mib * MIB or chip.default_vmem_limit_bytes
     if limit > chip.usable_vmem_bytes:
-        return f"vmem_limit_mib={variant.vmem_limit_mib}: {chip.name} grants at most {chip.usable_vmem_bytes // MIB}"
+        return (
+            f"vmem_limit_mib={variant.vmem_limit_mib}: {chip.name} grants at most "
+            f"{chip.usable_vmem_bytes // MIB}"
+        )
     used = vmem_bytes(variant, problem)
     if used > limit:
         return f"about {used / MIB:.1f} MiB of VMEM, of {limit / MIB:.0f} allowed on {chip.name}"

@@ -1,9 +1,9 @@
 """The fused forward kernel: stages, scratch, block specs and the call.
 
 One Pallas call takes query, key, value, gate and beta to output and final state. Its grid is
-(batch, groups of heads, blocks of chunks + 2): block ``t`` of the relations, ``t - 1`` of the inverse
-and ``t - 2`` of the recurrence are computed in one step, see ``kdagen.emission``. The state of a
-group stays in VMEM from its first block to its last.
+(batch, groups of heads, blocks of chunks + 2): block ``t`` of the relations, ``t - 1`` of the
+inverse and ``t - 2`` of the recurrence are computed in one step, see ``kdagen.emission``. The state
+of a group stays in VMEM from its first block to its last.
 """
 
 from __future__ import annotations
@@ -141,23 +141,28 @@ class Step:
         chunk = self._geometry.chunk
         return self._inside(ref[head, n * chunk : (n + 1) * chunk, :].astype(F32), block, item)
 
-    def store(
-        self, pack: int, factors, query_relations: jax.Array, key_relations: jax.Array
-    ) -> None:
-        """Hands a pack of the entering block over to its inverse and its recurrence."""
+    def store_factors(self, pack: int, factors) -> None:
+        """Hands the decayed operands of a pack of the entering block over to its recurrence."""
         refs, slot = self._refs, self._slot
         beta = refs.beta[pack : pack + 1, :]
-        refs.query_relations[slot, pack] = (query_relations * beta).astype(BF16)
-        refs.key_relations[slot, pack] = key_relations * -beta
         ends, totals = [], []
         for item, factor in zip(self.items(pack), factors, strict=True):
-            ready = factor.chunk_factors()
+            ready = factor.chunk_factors(self.scale)
             refs.decayed[slot, item] = stack([ready.query_decayed, ready.key_decayed]).astype(BF16)
             ends.append(ready.key_to_end.astype(BF16))
             totals.append(ready.total)
         refs.keys_to_end[slot, pack] = jnp.transpose(stack(ends)) * beta.astype(BF16)
         unused = jnp.zeros((refs.totals.shape[2] - len(totals), totals[0].shape[1]), F32)
         refs.totals[slot, pack] = stack([*totals, unused])
+
+    def store_relations(
+        self, pack: int, query_relations: jax.Array, key_relations: jax.Array
+    ) -> None:
+        """Hands the relations of a pack of the entering block over to inverse and recurrence."""
+        refs, slot = self._refs, self._slot
+        beta = refs.beta[pack : pack + 1, :]
+        refs.query_relations[slot, pack] = (query_relations * (beta * self.scale)).astype(BF16)
+        refs.key_relations[slot, pack] = key_relations * -beta
 
     def key_relations(self, pack: int) -> Callable[[int, int], jax.Array]:
         """Reader of rows (start, count) of -N diag(b) [C, 128] f32 of the block in between."""
@@ -296,6 +301,7 @@ def call(
         )
         operands.append(_gate_rows(a_log, delta_time_bias, heads, key_dim))
     if geometry.initial_state:
+        assert initial_state is not None
         in_specs.append(whole)
         operands.append(initial_state)
     out_specs = [tensor(value_dim, leaving)]
@@ -336,8 +342,8 @@ def scratch(geometry: Geometry, key_dim: int, value_dim: int) -> list[Any]:
 
 
 def _lane_rows(geometry: Geometry, beta: jax.Array, groups: int, blocks: int) -> jax.Array:
-    """beta [H, B, T] as one lane row a pack: [B, groups, blocks, packs, 128] f32, 0 past the end."""
-    heads, batch, tokens = beta.shape
+    """beta [H, B, T] as a lane row a pack: [B, groups, blocks, packs, 128] f32, 0 past the end."""
+    _, batch, tokens = beta.shape
     beta = jnp.pad(beta.astype(F32), [(0, 0), (0, 0), (0, blocks * geometry.block - tokens)])
     parts = beta.reshape(groups, geometry.heads, batch, blocks, geometry.chunks, geometry.chunk)
     return parts.transpose(2, 0, 3, 4, 1, 5).reshape(batch, groups, blocks, geometry.packs, LANES)

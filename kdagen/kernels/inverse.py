@@ -50,7 +50,7 @@ class _BlockProduct:
 def invert(
     load: Callable[[int, int], jax.Array], chunk: int, block: int, depth: int
 ) -> Generator[None, None, jax.Array]:
-    """(I - A)^-1 [C, 128] bf16 of the pack whose A [C, 128] f32 ``load(start, count)`` reads by rows.
+    """(I - A)^-1 [C, 128] bf16 of the pack whose A [C, 128] f32 ``load(start, count)`` reads.
 
     Diagonal blocks of ``block`` rows come first: for 2 they are I + A, for 4 and 8 a Neumann
     product (I + A)(I + A^2)(I + A^4). Yields after every product.

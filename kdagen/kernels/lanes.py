@@ -20,7 +20,7 @@ def dot(a: jax.Array, b: jax.Array, dims=NN) -> jax.Array:
     return lax.dot_general(a.astype(BF16), b.astype(BF16), dims, preferred_element_type=F32)
 
 
-def index(shape: tuple[int, int], axis: int) -> jax.Array:
+def index(shape: tuple[int, ...], axis: int) -> jax.Array:
     """int32 array of its own row (axis 0) or lane (axis 1) numbers."""
     return lax.broadcasted_iota(jnp.int32, shape, axis)
 

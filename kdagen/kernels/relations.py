@@ -20,15 +20,18 @@ Chunk-heads stand side by side along the lanes: a pack of 128/C of them shares e
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from kdagen.kernels.lanes import F32, NT, choose, dot, index, rows, stack
+from kdagen.kernels.lanes import BF16, F32, NT, choose, dot, index, rows, stack
 from kdagen.kernels.tiling import LANES, Job
+
+Tiles = Sequence[Sequence[Job]]
+"""The products of the relations: each a list of blocks that share it."""
 
 
 @dataclass
@@ -51,138 +54,150 @@ def _scaled(x: jax.Array, exponent: jax.Array | None) -> jax.Array:
     return x if exponent is None else x * jnp.exp2(exponent)
 
 
-def _plus(a: jax.Array | None, b: jax.Array) -> jax.Array:
-    return b if a is None else a + b
+def _plus(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
+    return b if a is None else a if b is None else a + b
 
 
-class Bounded:
-    """Factors of one chunk-head, split at the middle row of each sub-block."""
+class Split:
+    """A chunk-head cut into blocks of rows, and what of it reaches across their boundaries.
 
-    def __init__(self, query: jax.Array, key: jax.Array, sums: jax.Array, sub_block: int):
-        """query, key, sums: [C, K] f32; sums run from the start of each sub-block, log2."""
-        self.rows = sub_block
-        self.blocks = query.shape[0] // sub_block
-        middle = sub_block // 2 - 1
-        self.middle = [rows(sums, i * sub_block + middle, 1) for i in range(self.blocks)]
-        self.total = [rows(sums, (i + 1) * sub_block - 1, 1) for i in range(self.blocks)]
-        offset = stack([self._block(sums, i) - self.middle[i] for i in range(self.blocks)])
-        grow = jnp.exp2(offset)
-        self.query = query * grow
-        self.key = key * grow
-        self.column = key * jnp.exp2(-offset)
+    Attributes:
+      size, blocks: rows of a block, and their number.
+      total: per block, its log2 decay [1, K].
+      key_end: [C, K] f32, keys times 2^(sum from j + 1 to the end of their block).
+      query_rows, key_rows: [C, K] f32, rows times 2^(sum from their block's start to t, less
+        ``base``).
+      base: per block, an exponent [1, K], or None for 0.
+    """
 
-    def _block(self, x: jax.Array, i: int) -> jax.Array:
-        return rows(x, i * self.rows, self.rows)
+    size: int
+    blocks: int
+    total: list[jax.Array]
+    key_end: jax.Array
+    query_rows: jax.Array
+    key_rows: jax.Array
+    base: list[jax.Array | None]
 
-    def left_side(self, job: Job) -> list[jax.Array]:
-        return [self._block(self.query, job.index), self._block(self.key, job.index)]
+    def block(self, x: jax.Array, i: int) -> jax.Array:
+        return rows(x, i * self.size, self.size)
 
-    def right_side(self, job: Job) -> list[jax.Array]:
-        pieces = [self._block(self.column, job.index)]
-        between = self.middle[job.index]
-        for j in range(job.index - 1, -1, -1):
-            pieces.insert(
-                0, _scaled(self._block(self.column, j), self.total[j] - self.middle[j] + between)
-            )
-            between = between + self.total[j]
+    def earlier(self, i: int) -> list[jax.Array]:
+        """Columns of all blocks before block i, decayed up to the base of its rows."""
+        pieces: list[jax.Array] = []
+        between = self.base[i]
+        for j in range(i - 1, -1, -1):
+            pieces.insert(0, _scaled(self.block(self.key_end, j), between))
+            between = _plus(between, self.total[j])
         return pieces
 
-    def chunk_factors(self) -> Factors:
-        before, queries, keys = None, [], []
+    def chunk_factors(self, scale: float) -> Factors:
+        """What the recurrence takes, from the chunk's start and to its end; queries scaled."""
+        before: jax.Array | None = None
+        queries, keys = [], []
         for i in range(self.blocks):
-            factor = jnp.exp2(_plus(before, self.middle[i]))
-            queries.append(self._block(self.query, i) * factor)
-            keys.append(self._block(self.key, i) * factor)
+            exponent = _plus(before, self.base[i])
+            factor = scale if exponent is None else jnp.exp2(exponent) * scale
+            queries.append(self.block(self.query_rows, i) * factor)
+            keys.append(_scaled(self.block(self.key_rows, i), exponent))
             before = _plus(before, self.total[i])
-        after, ends = None, []
+        after: jax.Array | None = None
+        ends: list[jax.Array] = []
         for j in range(self.blocks - 1, -1, -1):
-            ends.insert(
-                0,
-                _scaled(self._block(self.column, j), _plus(after, self.total[j] - self.middle[j])),
-            )
+            ends.insert(0, _scaled(self.block(self.key_end, j), after))
             after = _plus(after, self.total[j])
+        assert before is not None
         return Factors(stack(queries), stack(keys), stack(ends), before)
 
 
-class Unbounded:
-    """Factors of one chunk-head, split at boundaries between the two rows."""
+class Bounded(Split):
+    """Split at the middle row of the sub-block that holds t."""
+
+    def __init__(self, query: jax.Array, key: jax.Array, sums: jax.Array, sub_block: int):
+        """query, key, sums: [C, K] f32; sums run from the start of each sub-block, log2."""
+        self.size, self.blocks = sub_block, query.shape[0] // sub_block
+        cut = [self.block(sums, i) for i in range(self.blocks)]
+        middle = [rows(c, sub_block // 2 - 1, 1) for c in cut]
+        self.base = list(middle)
+        self.total = [rows(c, sub_block - 1, 1) for c in cut]
+        offset = stack([c - m for c, m in zip(cut, middle, strict=True)])
+        grow = jnp.exp2(offset)
+        self.query_rows, self.key_rows = query * grow, key * grow
+        self.column = key * jnp.exp2(-offset)
+        # not derived from ``column``: where gates are fast, 2^(middle - G) and 2^(total - middle)
+        # leave the range of f32 although their product is close to 1
+        to_end = [total - c for total, c in zip(self.total, cut, strict=True)]
+        self.key_end = key * jnp.exp2(stack(to_end))
+
+    def left_side(self, job: Job) -> list[jax.Array]:
+        """Rows of the queries, then of the keys."""
+        return [self.block(self.query_rows, job.index), self.block(self.key_rows, job.index)]
+
+    def right_side(self, job: Job) -> list[jax.Array]:
+        """Columns that the rows of the job meet, as rows."""
+        return [*self.earlier(job.index), self.block(self.column, job.index)]
+
+
+class Unbounded(Split):
+    """Split at boundaries between the two rows: of pairs of halves, of halves, and inside a half.
+
+    The blocks of ``Split`` are the pairs.
+    """
 
     def __init__(self, query: jax.Array, key: jax.Array, sums: jax.Array, sub_block: int):
         """query, key, sums: [C, K] f32; sums run from the start of each half (sub_block rows)."""
         self.half = half = sub_block
-        self.pairs = query.shape[0] // (2 * half)
-        halves = range(2 * self.pairs)
+        self.size, self.blocks = 2 * half, query.shape[0] // (2 * half)
+        halves = range(2 * self.blocks)
+        lefts = [r for r in halves if r % 2 == 0]
         cut = [rows(sums, r * half, half) for r in halves]
-        total = [c[half - 1 : half] for c in cut]
-        reference = [
-            0.5 * (c[half // 2 - 1 : half // 2] + c[half // 2 : half // 2 + 1]) for c in cut
-        ]
-        # columns have an exp2 of their own: derived from the row factors they would be flushed
-        # to zero wherever gates of one channel are slow and of another fast
+        total = [rows(c, half - 1, 1) for c in cut]
+        reference = [0.5 * (rows(c, half // 2 - 1, 1) + rows(c, half // 2, 1)) for c in cut]
+        # factors towards each boundary have an exp2 of their own: derived from one another they
+        # would be flushed to zero wherever gates of one channel are slow and of another fast
         offset = stack([c - m for c, m in zip(cut, reference, strict=True)])
         grow = jnp.exp2(offset)
         self.query, self.key = query * grow, key * grow
         self.column = key * jnp.exp2(-offset)
         from_start = jnp.exp2(
-            stack([cut[r] if r % 2 == 0 else cut[r] + total[r - 1] for r in halves])
+            stack([cut[r] if r in lefts else cut[r] + total[r - 1] for r in halves])
         )
-        self.query_start, self.key_start = query * from_start, key * from_start
-        to_end = [total[r] - cut[r] + (total[r + 1] if r % 2 == 0 else 0.0) for r in halves]
+        self.query_rows, self.key_rows = query * from_start, key * from_start
+        self.base = [None] * self.blocks
+        to_end = [total[r] - cut[r] + (total[r + 1] if r in lefts else 0.0) for r in halves]
         self.key_end = key * jnp.exp2(stack(to_end))
-        to_right = [total[r] - cut[r] + reference[r + 1] for r in halves if r % 2 == 0]
-        lefts = stack([rows(key, r * half, half) for r in halves if r % 2 == 0])
-        self.key_right = lefts * jnp.exp2(stack(to_right))
-        self.total = [total[2 * i] + total[2 * i + 1] for i in range(self.pairs)]
-
-    def _pair(self, x: jax.Array, i: int) -> jax.Array:
-        return rows(x, 2 * self.half * i, 2 * self.half)
-
-    def _half(self, x: jax.Array, r: int) -> jax.Array:
-        return rows(x, self.half * r, self.half)
+        to_right = stack([total[r] - cut[r] + reference[r + 1] for r in lefts])
+        self.key_right = stack([rows(key, r * half, half) for r in lefts]) * jnp.exp2(to_right)
+        self.total = [total[r] + total[r + 1] for r in lefts]
 
     def left_side(self, job: Job) -> list[jax.Array]:
+        """Rows of the queries, then of the keys."""
         if job.kind == "early":
-            return [self._pair(self.query_start, job.index), self._pair(self.key_start, job.index)]
-        half = 2 * job.index + (job.kind == "right")
-        return [self._half(self.query, half), self._half(self.key, half)]
+            return [self.block(self.query_rows, job.index), self.block(self.key_rows, job.index)]
+        return [rows(self.query, job.row, self.half), rows(self.key, job.row, self.half)]
 
     def right_side(self, job: Job) -> list[jax.Array]:
-        i = job.index
+        """Columns that the rows of the job meet, as rows."""
+        if job.kind == "early":
+            return self.earlier(job.index)
+        own = rows(self.column, job.row, self.half)
         if job.kind == "left":
-            return [self._half(self.column, 2 * i)]
-        if job.kind == "right":
-            return [self._half(self.key_right, i), self._half(self.column, 2 * i + 1)]
-        pieces, between = [], None
-        for j in range(i - 1, -1, -1):
-            pieces.insert(0, _scaled(self._pair(self.key_end, j), between))
-            between = _plus(between, self.total[j])
-        return pieces
-
-    def chunk_factors(self) -> Factors:
-        before, queries, keys = None, [], []
-        for i in range(self.pairs):
-            queries.append(_scaled(self._pair(self.query_start, i), before))
-            keys.append(_scaled(self._pair(self.key_start, i), before))
-            before = _plus(before, self.total[i])
-        after, ends = None, []
-        for j in range(self.pairs - 1, -1, -1):
-            ends.insert(0, _scaled(self._pair(self.key_end, j), after))
-            after = _plus(after, self.total[j])
-        return Factors(stack(queries), stack(keys), stack(ends), before)
+            return [own]
+        return [rows(self.key_right, job.index * self.half, self.half), own]
 
 
-def relate(
-    factors: Sequence[Bounded] | Sequence[Unbounded], tiles, chunk: int
-) -> Generator[None, None, tuple[jax.Array, jax.Array]]:
-    """Q and N of a pack, both [C, 128] f32, chunk-heads side by side; zero above the diagonal.
+def operands(
+    factors: Sequence[Bounded | Unbounded], tiles: Tiles, chunk: int
+) -> list[tuple[jax.Array, jax.Array]]:
+    """Both sides, bf16, of the ``product`` of every tile of a pack.
 
-    Yields after every product; there is one per tile.
+    They are made ahead of the products: the MXU takes its work in program order, and a product that
+    waits for its operands holds up all that come after it.
     """
-    owner = index((chunk, LANES), 1) // chunk
-    key_dim = factors[0].key.shape[1]
-    parts: dict[tuple[int, str], tuple[jax.Array, jax.Array]] = {}
+    key_dim = factors[0].key_end.shape[1]
+    made = []
     for tile in tiles:
-        left, right = [], []
+        left: list[jax.Array] = []
+        right: list[jax.Array] = []
         for x, factor in enumerate(factors):
             used = 0
             for job in tile:
@@ -191,47 +206,58 @@ def relate(
                 used = job.source + job.lanes
             if x < len(factors) - 1:
                 right += _gap(chunk - used, key_dim)
-        product = dot(stack(left), stack(right), NT)
-        if product.shape[1] < LANES:
-            empty = jnp.zeros((product.shape[0], LANES - product.shape[1]), product.dtype)
-            product = jnp.concatenate([product, empty], axis=1)
-        yield
-        height = product.shape[0] // len(factors)
+        made.append((stack(left).astype(BF16), stack(right).astype(BF16)))
+    return made
+
+
+def product(left: jax.Array, right: jax.Array) -> jax.Array:
+    """left @ right^T, as wide as a register: [rows, 128] f32."""
+    result = dot(left, right, NT)
+    if result.shape[1] == LANES:
+        return result
+    empty = jnp.zeros((result.shape[0], LANES - result.shape[1]), result.dtype)
+    return jnp.concatenate([result, empty], axis=1)
+
+
+def assemble(
+    products: Sequence[jax.Array], tiles: Tiles, chunk: int
+) -> tuple[jax.Array, jax.Array]:
+    """Q and N of a pack, both [C, 128] f32, chunk-heads side by side; zero above the diagonal."""
+    owner = index((chunk, LANES), 1) // chunk
+    count = LANES // chunk
+    parts: dict[Job, list[jax.Array]] = {}
+    for tile, made in zip(tiles, products, strict=True):
+        height = made.shape[0] // count
         at = 0
         for job in tile:
-            pair = []
-            for side in range(2):
-                start = at + side * job.rows
-                pieces = [rows(product, x * height + start, job.rows) for x in range(len(factors))]
+            parts[job] = []
+            shift = (job.lane - job.source) % LANES
+            for _ in ("query", "key"):
+                pieces = [rows(made, x * height + at, job.rows) for x in range(count)]
                 mine = choose(pieces, rows(owner, 0, job.rows))
-                shift = (job.lane - job.source) % LANES
-                pair.append(pltpu.roll(mine, shift, 1) if shift else mine)
-            at += 2 * job.rows
-            parts[job.row, job.kind] = (pair[0], pair[1])
-    return _assemble(parts, tiles, chunk)
+                parts[job].append(pltpu.roll(mine, shift, 1) if shift else mine)
+                at += job.rows
+    lane, row = index((chunk, LANES), 1) % chunk, index((chunk, LANES), 0)
+    query, key = (_in_place(parts, side, lane) for side in range(2))
+    # products above the diagonal may be infinite: selected away, never multiplied by zero
+    return jnp.where(row >= lane, query, 0.0), jnp.where(row > lane, key, 0.0)
+
+
+def _in_place(parts: dict[Job, list[jax.Array]], side: int, lane: jax.Array) -> jax.Array:
+    """The parts of Q (side 0) or N (side 1) one below the other, [C, 128] f32."""
+    bands = []
+    for job in sorted(parts, key=lambda job: job.row):
+        if job.kind in ("block", "left"):
+            bands.append(parts[job][side])
+        elif job.kind == "right":
+            bands[-1] = stack([bands[-1], parts[job][side]])
+    for job in parts:
+        if job.kind == "early":
+            band = bands[job.index]
+            inside = rows(lane, job.row, job.rows) >= job.row
+            bands[job.index] = jnp.where(inside, band, parts[job][side])
+    return stack(bands)
 
 
 def _gap(count: int, width: int) -> list[jax.Array]:
     return [jnp.zeros((count, width), F32)] if count else []
-
-
-def _assemble(parts, tiles, chunk: int) -> tuple[jax.Array, jax.Array]:
-    jobs = [job for tile in tiles for job in tile]
-    diagonal = sorted((job for job in jobs if job.kind != "early"), key=lambda job: job.row)
-    early = {job.row: job for job in jobs if job.kind == "early"}
-    lane = index((chunk, LANES), 1) % chunk
-    row = index((chunk, LANES), 0)
-    bands: list[list[jax.Array]] = [[], []]
-    for side in range(2):
-        height = 2 * diagonal[0].rows if diagonal[0].kind != "block" else diagonal[0].rows
-        for start in range(0, chunk, height):
-            own = [job for job in diagonal if start <= job.row < start + height]
-            band = stack([parts[job.row, job.kind][side] for job in own])
-            if start in early:
-                lanes = rows(lane, start, height)
-                band = jnp.where(lanes >= start, band, parts[start, "early"][side])
-            bands[side].append(band)
-    # products above the diagonal may be infinite: selected away, never multiplied by zero
-    query = jnp.where(row >= lane, stack(bands[0]), 0.0)
-    key = jnp.where(row > lane, stack(bands[1]), 0.0)
-    return query, key
