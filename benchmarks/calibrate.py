@@ -1,10 +1,11 @@
-"""Predicted against measured: how good the offline model is, on kernels measured on real TPUs.
+"""Predicted against measured: how good the offline model is, on times measured on real TPUs.
 
-    python benchmarks/calibrate.py
+    python benchmarks/calibrate.py [--chips v6e,v7x,v5p] [--fit]
 
-compiles tokamax's three kernels of the KDA backward for v6e and v7x with the compiler of an
-environment of its own, reads their schedules and prints the modelled times against the times that
-tokamax's authors published for these chips. No TPU is needed, nothing is measured here.
+compiles what was measured (tokamax's KDA kernels and entries of its tuned tables) with the compiler
+of an environment of its own, reads the schedules and prints the modelled times beside the published
+ones. No TPU is needed, nothing is measured here. --fit also searches the effective rate and the HBM
+bandwidth that fit best, with the error on each family of operations when it is left out.
 """
 
 from __future__ import annotations
@@ -13,158 +14,156 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import peer
+from published import Measured, published
 
-# Published: bf16, 16 heads, batch 1, K = V = 128, 8192 tokens in five segments, padded to chunks.
-HEADS, CHUNK, WIDTH = 16, 64, 128
-SEGMENTS = (1800, 1500, 2000, 1200, 800)
-TOKENS = 8192
-MEASURED_US = {
-    "recompute w, u, v_new": {"v6e": 285.0, "v7x": 181.7},
-    "dAv": {"v6e": 148.3, "v7x": 100.2},
-    "dhu, WY, intra, cumsum": {"v6e": 900.1, "v7x": 784.3},
-}
-PUBLISHED_MB = {
-    "recompute w, u, v_new": 418.9,
-    "dAv": 209.2,
-    "dhu, WY, intra, cumsum": 951.8,
-}
+# Fractions of the nominal rates that --fit tries.
+RATES = (0.76, 0.84, 0.92, 1.0)
+BANDWIDTHS = (0.55, 0.68, 0.81, 0.94)
 
 
 @dataclass(frozen=True)
 class Point:
-    """One kernel on one chip; times in microseconds."""
+    """A published time and the schedules of what was measured."""
 
-    chip: str
-    kernel: str
-    predicted: float
-    measured: float
-    hbm_mb: float
-    bound: str
+    measured: Measured
+    schedules: tuple[Any, ...]
 
-    @property
-    def error(self) -> float:
-        return self.predicted / self.measured - 1
+    def predict(self, parameters: Any = None) -> tuple[float, str]:
+        """Modelled microseconds with the chip's parameters or others, and what bounds the most."""
+        from kdagen.compiler.model import predict
 
-
-def chunk_segments() -> list[int]:
-    """The segment id of each chunk: segments padded to whole chunks, 0 behind the last.
-
-    The buffer has room for every segment to waste a chunk.
-    """
-    chunks = TOKENS // CHUNK + len(SEGMENTS)
-    ids = [
-        number + 1
-        for number, length in enumerate(SEGMENTS)
-        for _ in range(math.ceil(length / CHUNK))
-    ]
-    return ids + [0] * (chunks - len(ids))
+        total, longest, bound = 0.0, 0.0, ""
+        for schedule in self.schedules:
+            one = predict(schedule, scalars=self.measured.scalars, parameters=parameters)
+            total += one.seconds
+            if one.seconds > longest:
+                longest, bound = one.seconds, one.bound
+        return total * 1e6, bound
 
 
-def kernels() -> dict:
-    """Functions that call one kernel each, and their operands' shapes and dtypes."""
-    import jax.numpy as jnp
-    from tokamax._src.ops.kda import pallas_mosaic_tpu_bwd_kernel as backward
+def compiled(chip_name: str) -> list[Point]:
+    """Every published time of the chip with its schedules."""
+    import tokamax
 
-    chunks = len(chunk_segments())
-    tokens = chunks * CHUNK
-    bf16, f32 = jnp.bfloat16, jnp.float32
-    wide = ((HEADS, 1, tokens, WIDTH), bf16)
-    gate = ((HEADS, 1, tokens, WIDTH), f32)
-    square = ((HEADS, 1, tokens, CHUNK), bf16)
-    square_f32 = ((HEADS, 1, tokens, CHUNK), f32)
-    beta = ((HEADS, 1, tokens), bf16)
-    states = ((HEADS, 1, chunks, WIDTH, WIDTH), bf16)
-    slots = ((1, len(SEGMENTS), HEADS, WIDTH, WIDTH), f32)
-    ids = ((1, tokens), jnp.int32)
-    scale = WIDTH**-0.5
-
-    def recompute(q, k, v, b, a, g, h):
-        return backward.fused_recompute_w_u_vnew_from_h_pallas(q, k, v, b, a, g, h)
-
-    def value_gradient(q, k, v, do, a):
-        return backward.chunk_kda_bwd_dAv_kernel(q, k, v, do, a, scale)
-
-    def fused(q, k, v, v_new, qg, kg, w, g, b, a, h, do, dv, d_a, dht, segment_ids):
-        return backward._fused_dhu_wy_intra_cumsum_pallas_jit(
-            *(q, k, v, v_new, qg, kg, w, g, b, a, h, do, dv, d_a, dht, scale),
-            segment_ids=segment_ids,
-            max_num_segments=len(SEGMENTS),
-        )
-
-    return {
-        "recompute w, u, v_new": (recompute, [wide, wide, wide, beta, square, gate, states]),
-        "dAv": (value_gradient, [wide, wide, wide, wide, square]),
-        "dhu, WY, intra, cumsum": (
-            fused,
-            [*[wide] * 7, gate, beta, square, states, wide, wide, square_f32, slots, ids],
-        ),
-    }
-
-
-def points() -> list[Point]:
-    """Compile every kernel for every chip it was measured on, and predict its time."""
     from kdagen.chips import get_chip
     from kdagen.compiler.aot import compile_for
-    from kdagen.compiler.model import predict
-    from kdagen.compiler.schedule import read_schedule
+    from kdagen.compiler.schedule import read_schedules
 
-    found = []
-    for name, (function, args) in kernels().items():
-        for chip_name, measured in MEASURED_US[name].items():
-            chip = get_chip(chip_name)
-            compiled = compile_for(chip, function, args)
-            assert compiled.dump_dir is not None
-            schedule = read_schedule(compiled.dump_dir, chip)
-            prediction = predict(schedule, scalars={0: chunk_segments()})
-            found.append(
-                Point(
-                    chip=chip_name,
-                    kernel=name,
-                    predicted=prediction.seconds * 1e6,
-                    measured=measured,
-                    hbm_mb=prediction.hbm_bytes / 1e6,
-                    bound=prediction.bound,
-                )
-            )
-    return found
+    chip = get_chip(chip_name)
+    points = []
+    for measured in published(chip_name):
+        with tokamax.config.cross_compile(True):
+            program = compile_for(chip, measured.function, measured.args)
+        assert program.dump_dir is not None
+        schedules = read_schedules(program.dump_dir, chip)
+        if measured.kernel_only:
+            schedules = [schedule for schedule in schedules if schedule.is_kernel]
+        points.append(Point(measured, tuple(schedules)))
+    return points
 
 
-def report(found: list[Point]) -> str:
-    """The table, and the errors of each chip."""
+def errors_of(errors: list[float]) -> str:
+    logs = [math.log1p(error) for error in errors]
+    rms = math.sqrt(sum(log * log for log in logs) / len(logs))
+    mean = sum(map(abs, errors)) / len(errors)
+    largest = max(errors, key=abs)
+    return f"mean error {mean:.1%}, largest {largest:+.1%}, rms log error {rms:.1%}"
+
+
+def report(chip_name: str, points: list[Point]) -> list[str]:
+    """The table of one chip and its errors."""
     from kdagen.chips import get_chip
 
+    chip = get_chip(chip_name)
+    rates = chip.parameters
+    kind = "calibrated" if chip.is_calibrated else "nominal, not calibrated"
     lines = [
-        f"{'chip':5} {'kernel':24} {'predicted us':>12} {'measured us':>12} {'error':>7} "
-        f"{'HBM MB':>8} {'published':>10}  bound"
+        f"{chip.name}: {rates.effective_hz / 1e9:.2f} GHz, "
+        f"{rates.hbm_bytes_per_second / 1e12:.2f} TB/s, "
+        f"{rates.dma_latency_seconds * 1e6:.1f} us ({kind})",
+        f"  {'predicted us':>12} {'measured us':>12} {'error':>7}  bound     what",
     ]
-    for point in sorted(found, key=lambda one: one.chip):
+    errors = []
+    for point in points:
+        predicted, bound = point.predict()
+        measured = point.measured
+        errors.append(predicted / measured.microseconds - 1)
         lines.append(
-            f"{point.chip:5} {point.kernel:24} {point.predicted:12.1f} {point.measured:12.1f} "
-            f"{point.error:+7.1%} {point.hbm_mb:8.1f} {PUBLISHED_MB[point.kernel]:10.1f}  "
-            f"{point.bound}"
+            f"  {predicted:12.1f} {measured.microseconds:12.1f} {errors[-1]:+7.1%}  {bound:8}  "
+            f"{measured.family}: {measured.name}"
         )
-    lines.append("")
-    for chip_name in sorted({point.chip for point in found}):
-        errors = [point.error for point in found if point.chip == chip_name]
-        logs = [math.log1p(error) for error in errors]
-        rms = math.sqrt(sum(log * log for log in logs) / len(logs))
-        mean = sum(map(abs, errors)) / len(errors)
-        calibration = get_chip(chip_name).calibration
-        assert calibration is not None
-        rates = calibration.parameters
-        lines.append(
-            f"{chip_name}: mean error {mean:.1%}, largest {max(map(abs, errors)):.1%}, "
-            f"rms log error {rms:.1%}, {len(errors)} kernels; with {rates.effective_hz / 1e9:.2f} "
-            f"GHz, {rates.hbm_bytes_per_second / 1e12:.2f} TB/s, "
-            f"{rates.dma_latency_seconds * 1e6:.1f} us"
-        )
-    return "\n".join(lines)
+    lines.append(f"  {errors_of(errors)}, {len(errors)} times")
+    kernels = [e for e, p in zip(errors, points, strict=True) if p.measured.kernel_only]
+    if kernels:
+        lines.append(f"  of the KDA kernels alone: {errors_of(kernels)}, {len(kernels)} times")
+    return lines
+
+
+def fit(chip_name: str, points: list[Point]) -> list[str]:
+    """The rate and bandwidth of least squared log error, and the errors out of sample.
+
+    Predictions are made on a grid of both and interpolated between.
+    """
+    import numpy as np
+
+    from kdagen.chips import ModelParameters, get_chip
+
+    nominal = get_chip(chip_name).nominal
+    latency = get_chip(chip_name).parameters.dma_latency_seconds
+    grid = np.zeros((len(points), len(RATES), len(BANDWIDTHS)))
+    for i, rate in enumerate(RATES):
+        for j, bandwidth in enumerate(BANDWIDTHS):
+            parameters = ModelParameters(
+                nominal.effective_hz * rate, nominal.hbm_bytes_per_second * bandwidth, latency
+            )
+            for row, point in enumerate(points):
+                predicted, _ = point.predict(parameters)
+                grid[row, i, j] = math.log(predicted / point.measured.microseconds)
+    fine_rates = np.linspace(RATES[0], RATES[-1], 61)
+    fine_bandwidths = np.linspace(BANDWIDTHS[0], BANDWIDTHS[-1], 81)
+
+    def refine(row):
+        along = np.stack([np.interp(fine_bandwidths, BANDWIDTHS, line) for line in row])
+        return np.stack([np.interp(fine_rates, RATES, line) for line in along.T])
+
+    fine = np.stack([refine(row) for row in grid])  # [points, bandwidth, rate], log error
+
+    def best(rows):
+        loss = np.square(fine[rows]).sum(axis=0)
+        return np.unravel_index(np.argmin(loss), loss.shape)
+
+    everything = list(range(len(points)))
+    chosen = best(everything)
+    families = [point.measured.family for point in points]
+    out_of_sample = [0.0] * len(points)
+    lines = []
+    for family in dict.fromkeys(families):
+        rest = [row for row in everything if families[row] != family]
+        where = best(rest)
+        for row in everything:
+            if families[row] == family:
+                out_of_sample[row] = math.expm1(fine[(row, *where)])
+        left = [out_of_sample[row] for row in everything if families[row] == family]
+        lines.append(f"    without {family}: {', '.join(f'{error:+.1%}' for error in left)}")
+    rate, bandwidth = fine_rates[chosen[1]], fine_bandwidths[chosen[0]]
+    fitted = [math.expm1(fine[(row, *chosen)]) for row in everything]
+    return [
+        f"  fit: {nominal.effective_hz * rate / 1e9:.3f} GHz ({rate:.3f} of nominal), "
+        f"{nominal.hbm_bytes_per_second * bandwidth / 1e12:.3f} TB/s ({bandwidth:.3f} of nominal)",
+        f"    fitted: {errors_of(fitted)}",
+        f"    each family left out in turn: {errors_of(out_of_sample)}",
+        *lines,
+    ]
 
 
 def main() -> int:
-    options = peer.parser(__doc__ or "").parse_args()
+    parser = peer.parser(__doc__ or "")
+    parser.add_argument("--chips", default="v6e,v7x,v5p", help="v6e,v7x,v5p if not given")
+    parser.add_argument("--fit", action="store_true", help="also fit the parameters (minutes)")
+    options = parser.parse_args()
     if options.dump is None:
         return peer.run(str(Path(__file__).resolve()), options, sys.argv[1:])
     from importlib.metadata import version
@@ -173,9 +172,13 @@ def main() -> int:
 
     from kdagen.compiler.aot import libtpu_version
 
-    found = points()
+    peer.quiet()
     print(f"tokamax {version('tokamax')}, JAX {jax.__version__}, libtpu {libtpu_version()}")
-    print(report(found))
+    for chip_name in options.chips.split(","):
+        points = compiled(chip_name)
+        print("\n".join(report(chip_name, points)), flush=True)
+        if options.fit:
+            print("\n".join(fit(chip_name, points)), flush=True)
     return 0
 
 

@@ -82,11 +82,8 @@ def _fusions(text: str) -> list[str]:
 def tokamax_forward(problem: Any) -> tuple[Any, list, dict[str, dict]]:
     """Tokamax's forward of the problem, its operands and its kernels' scalar operands."""
     import tokamax
-    from absl import logging
     from tokamax._src.ops.kda import api
 
-    # It warns that it has no tuned configuration; its kernels choose their own.
-    logging.set_verbosity(logging.ERROR)
     heads, batch, tokens = problem.heads, problem.batch, problem.tokens
     wide = ((heads, batch, tokens, problem.key_dim), "bfloat16")
     args = [
@@ -198,6 +195,7 @@ def main() -> int:
 
     from kdagen.compiler.aot import libtpu_version
 
+    peer.quiet()
     print(f"tokamax {version('tokamax')}, JAX {jax.__version__}, libtpu {libtpu_version()}")
     for chip_name in options.chips.split(","):
         print("\n".join(compare(chip_name, options.db)), flush=True)

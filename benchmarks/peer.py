@@ -59,6 +59,13 @@ def run(script: str, options: argparse.Namespace, arguments: list[str]) -> int:
         return subprocess.run(command, env=environment, check=False).returncode
 
 
+def quiet() -> None:
+    """Inside the environment: silence tokamax's warnings that it has no tuned configuration."""
+    from absl import logging
+
+    logging.set_verbosity(logging.ERROR)
+
+
 def find_python() -> str | None:
     """An interpreter of at least ``MINIMUM``: this one, one on the PATH, or one of pyenv's."""
     candidates = [sys.executable]

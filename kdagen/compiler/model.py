@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kdagen.chips import Chip
+from kdagen.chips import Chip, ModelParameters
 from kdagen.compiler.aot import libtpu_version
 from kdagen.compiler.schedule import Scalars, Schedule, ScheduleError
 from kdagen.compiler.walk import DmaTiming, Totals, Walk
@@ -67,6 +67,7 @@ def predict(
     steps: int | None = None,
     scalars: Scalars | None = None,
     version: str | None = None,
+    parameters: ModelParameters | None = None,
 ) -> Prediction:
     """The modelled time of a kernel.
 
@@ -79,13 +80,15 @@ def predict(
         at a step must not depend on scalar-prefetch data then.
       scalars: by operand index, the values of scalar-prefetch operands, flattened.
       version: of libtpu, the installed one where None.
+      parameters: rates to use in place of the chip's, as a fit does; no error is known of them.
 
     Raises:
       WalkError: the kernel's control depends on data not given.
       ScheduleError: ``steps`` cannot be extended to.
     """
     chip = schedule.chip
-    rates = chip.parameters
+    rates = parameters or chip.parameters
+    calibration = chip.calibration if parameters is None else None
     timing = DmaTiming(
         bytes_per_cycle=rates.hbm_bytes_per_second / rates.effective_hz,
         latency_cycles=rates.dma_latency_seconds * rates.effective_hz,
@@ -106,7 +109,7 @@ def predict(
         source="compiler",
         chip=chip.name,
         libtpu_version=version or libtpu_version() or "unknown",
-        known_error=chip.calibration.mean_error if chip.calibration else None,
+        known_error=calibration.mean_error if calibration else None,
         bound="hbm" if hbm_seconds > schedule_seconds else "schedule",
         hbm_seconds=hbm_seconds,
         schedule_seconds=schedule_seconds,
