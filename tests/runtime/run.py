@@ -1,0 +1,44 @@
+"""Runs cases through the public function, compiled once for each shape and kind."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kdagen.runtime.kda import kimi_delta_attention
+from tests.reference.cases import Case
+
+PER_TOKEN = ("query", "key", "value", "gate", "beta")
+
+
+def call(operands: dict[str, Any], **static: Any) -> tuple[jax.Array, jax.Array]:
+    """The public function on operands by name."""
+    rest = {name: x for name, x in operands.items() if name not in PER_TOKEN}
+    return kimi_delta_attention(*(operands[name] for name in PER_TOKEN), **rest, **static)
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(static: tuple[tuple[str, Any], ...], gradients: bool) -> Any:
+    options = dict(static)
+
+    def run(operands, cu_seqlens, d_output, d_state):
+        def forward(operands):
+            return call(operands, cu_seqlens=cu_seqlens, output_final_state=True, **options)
+
+        if not gradients:
+            output, state = forward(operands)
+            return {"output": output, "final_state": state}
+        (output, state), pull = jax.vjp(forward, operands)
+        return {"output": output, "final_state": state, **pull((d_output, d_state))[0]}
+
+    return jax.jit(run)
+
+
+def results(case: Case, *, gradients: bool = True, **options: Any) -> dict[str, jax.Array]:
+    """Output, final_state and (unless told otherwise) gradients of a case."""
+    run = _compiled(tuple(sorted({**case.static, **options}.items())), gradients)
+    edges = None if case.boundaries is None else jnp.asarray(case.boundaries)
+    return run(case.operands, edges, case.d_output, case.d_state)
