@@ -184,9 +184,21 @@ def load_shapes(path: str | Path) -> dict[str, Problem]:
     """
     import yaml  # the runtime imports this module and must not pay for a YAML reader
 
+    class UniqueKeys(yaml.SafeLoader):
+        """YAML's own loader keeps the last of two equal keys and loses the first in silence."""
+
+        def construct_mapping(self, node, deep=False):
+            names = [self.construct_object(key, deep=True) for key, _ in node.value]
+            twice = sorted({str(name) for name in names if names.count(name) > 1})
+            if twice:
+                raise ProblemError(f"{', '.join(twice)}: stands there twice; a name may stand once")
+            return super().construct_mapping(node, deep)
+
     path = Path(path)
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), UniqueKeys)
+    except ProblemError as error:
+        raise ProblemError(f"shapes file {path}: {error}") from None
     except OSError as error:
         raise ProblemError(f"shapes file {path}: {error.strerror or error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -149,9 +149,9 @@ class Step:
         for item, factor in zip(self.items(pack), factors, strict=True):
             ready = factor.chunk_factors(self.scale)
             refs.decayed[slot, item] = stack([ready.query_decayed, ready.key_decayed]).astype(BF16)
-            ends.append(ready.key_to_end.astype(BF16))
+            ends.append(ready.key_to_end)
             totals.append(ready.total)
-        refs.keys_to_end[slot, pack] = jnp.transpose(stack(ends)) * beta.astype(BF16)
+        refs.keys_to_end[slot, pack] = (jnp.transpose(stack(ends)) * beta).astype(BF16)
         unused = jnp.zeros((refs.totals.shape[2] - len(totals), totals[0].shape[1]), F32)
         refs.totals[slot, pack] = stack([*totals, unused])
 
