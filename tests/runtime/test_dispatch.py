@@ -1,0 +1,179 @@
+"""From tables that the store wrote to the variant of a call."""
+
+import dataclasses
+import importlib.metadata
+import json
+import shlex
+
+import jax
+import pytest
+
+from kdagen.chips import CHIPS, get_chip
+from kdagen.generate import code_hash
+from kdagen.problem import Problem, load_shapes
+from kdagen.runtime import dispatch
+from kdagen.runtime.table import TableError, read_table
+from kdagen.runtime.target import KdagenWarning, NoKernelError, forget_warnings
+from kdagen.store.tuned import Environment, Store
+from kdagen.variant import check, default_variant
+from tests.store.rows import result
+
+V6E = get_chip("v6e")
+PROBLEM = Problem(tokens=2048, heads=8, gate="bounded", lower_bound=-5.0, qk_l2norm=True)
+DEFAULT = default_variant(PROBLEM, V6E)
+FASTER = dataclasses.replace(DEFAULT, sub_block=16)
+OTHER = dataclasses.replace(DEFAULT, recurrence_span=7)
+HERE = Environment(
+    chip="v6e",
+    jax=jax.__version__,
+    jaxlib=jax.__version__,
+    libtpu=importlib.metadata.version("libtpu"),
+    kdagen="0.1.0",
+    generator=code_hash(),
+    model="m",
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    forget_warnings()
+    yield
+    dispatch.configure()
+
+
+@pytest.fixture
+def table(tmp_path):
+    """Writes winners, (environment, problem, variant, source) each, and makes dispatch read them.
+
+    The folder's name has characters that a URI must escape.
+    """
+    path = tmp_path / "a ?# %41" / "tuned.sqlite"
+
+    def write(*winners, strict=False):
+        with Store(path) as store:
+            for environment, problem, variant, source in winners:
+                where = store.put_environment(environment), store.put_problem(problem, "small")
+                row = result(variant, source=source)
+                store.put_result(*where, row)
+                store.choose(*where, source, row.variant_id)
+        dispatch.configure(db=path, strict=strict)
+        return path
+
+    return write
+
+
+def test_a_tuned_row_is_taken_without_a_word(table, recwarn):
+    table((HERE, PROBLEM, FASTER, "compiler"))
+    for problem in (PROBLEM, dataclasses.replace(PROBLEM, tokens=65536, batch=4, lower_bound=-3.0)):
+        choice = dispatch.choose(problem, V6E)
+        assert (choice.variant, choice.origin) == (FASTER, "tuned")
+    assert [w for w in recwarn if w.category is KdagenWarning] == []
+
+
+def test_measured_goes_before_modelled(table):
+    table((HERE, PROBLEM, FASTER, "compiler"), (HERE, PROBLEM, OTHER, "hardware"))
+    assert dispatch.choose(PROBLEM, V6E).variant == OTHER
+
+
+def test_the_compiler_at_hand_goes_before_another(table):
+    table(
+        (HERE, PROBLEM, FASTER, "compiler"),
+        (dataclasses.replace(HERE, libtpu="9.9"), PROBLEM, OTHER, "compiler"),
+    )
+    assert dispatch.choose(PROBLEM, V6E).variant == FASTER
+
+
+def test_a_row_of_another_generator_counts_as_near_only(table):
+    table((dataclasses.replace(HERE, generator="old"), PROBLEM, FASTER, "hardware"))
+    with pytest.warns(KdagenWarning, match="another version of the kernels"):
+        choice = dispatch.choose(PROBLEM, V6E)
+    assert (choice.variant, choice.origin) == (FASTER, "nearest")
+
+
+def test_the_nearest_row_is_proved_legal_again(table):
+    few = dataclasses.replace(PROBLEM, heads=4, value_heads=4)
+    many = dataclasses.replace(PROBLEM, heads=16, value_heads=16)
+    of_few = dataclasses.replace(FASTER, heads=4, chunks=4)
+    of_many = dataclasses.replace(FASTER, heads=16, chunks=2)
+    table((HERE, few, of_few, "compiler"), (HERE, many, of_many, "compiler"))
+    # 8 heads are as far from 4 as from 16, but 16 heads a program do not divide them
+    assert check(of_many, PROBLEM, V6E) is not None
+    with pytest.warns(KdagenWarning, match="is not tuned for v6e"):
+        choice = dispatch.choose(PROBLEM, V6E)
+    assert (choice.variant, choice.origin) == (of_few, "nearest")
+    assert check(choice.variant, PROBLEM, V6E) is None
+
+
+def test_a_bounded_row_does_not_serve_an_unbounded_gate(table):
+    table((HERE, PROBLEM, FASTER, "compiler"))
+    problem = Problem(tokens=2048, heads=8, gate="softplus", qk_l2norm=True)
+    with pytest.warns(KdagenWarning, match="default variant"):
+        choice = dispatch.choose(problem, V6E)
+    assert choice.origin == "default" and choice.variant.decay == "unbounded"
+
+
+def test_rows_of_another_chip_are_not_near(table):
+    table((HERE, PROBLEM, FASTER, "compiler"))
+    with pytest.warns(KdagenWarning, match="for v5p; it runs on the default variant"):
+        assert dispatch.choose(PROBLEM, get_chip("v5p")).origin == "default"
+
+
+def test_the_warning_comes_once_and_its_command_tunes_this_problem(table, tmp_path, recwarn):
+    table()
+    problem = dataclasses.replace(PROBLEM, batch=3, final_state=True, beta_dtype="float32")
+    for _ in range(2):
+        dispatch.choose(problem, V6E)
+    (message,) = [str(w.message) for w in recwarn if w.category is KdagenWarning]
+    words = shlex.split(message.split("To tune it: ")[1])
+    assert words[0] == "echo" and words[2:4] == [">", "shapes.yaml"]
+    assert words[5:] == ["kdagen", "tune", "--chip", "v6e", "--shapes", "shapes.yaml"]
+    shapes = tmp_path / "shapes.yaml"
+    shapes.write_text(words[1])
+    assert list(load_shapes(shapes).values()) == [problem]
+
+
+def test_strict_dispatch_makes_a_miss_an_error(table):
+    table(strict=True)
+    with pytest.raises(dispatch.UntunedError, match="kdagen tune --chip v6e"):
+        dispatch.choose(PROBLEM, V6E)
+    table((HERE, PROBLEM, FASTER, "compiler"), strict=True)
+    assert dispatch.choose(PROBLEM, V6E).variant == FASTER
+
+
+def test_what_no_kernel_serves():
+    with pytest.raises(NoKernelError, match="float32"):
+        dispatch.choose(dataclasses.replace(PROBLEM, dtype="float32"), V6E)
+
+
+def test_the_environment_names_a_table(table, monkeypatch):
+    path = table((HERE, PROBLEM, FASTER, "compiler"))
+    monkeypatch.setenv("KDAGEN_DB", str(path))
+    dispatch.configure()
+    assert dispatch.choose(PROBLEM, V6E).variant == FASTER
+
+
+def test_a_named_table_has_to_be_one(tmp_path):
+    missing = tmp_path / "none.sqlite"
+    dispatch.configure(db=missing)
+    with pytest.raises(TableError, match="no such file"):
+        dispatch.choose(PROBLEM, V6E)
+    other = tmp_path / "other.sqlite"
+    other.write_text("not a database, but long enough to be taken for one " * 20)
+    with pytest.raises(TableError, match="not a tuned table"):
+        read_table(other)
+
+
+def test_reading_leaves_the_file_as_it_was(table):
+    path = table((HERE, PROBLEM, FASTER, "compiler"))
+    before = path.read_bytes()
+    rows = read_table(path, True)["v6e"][PROBLEM.key()]
+    assert json.loads(rows[0].variant) == FASTER.to_dict()
+    assert path.read_bytes() == before and [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("gate", ["bounded", "softplus", "log_decay"])
+def test_the_portable_variant_is_legal_on_every_chip(gate):
+    bound = -5.0 if gate == "bounded" else None
+    problem = dataclasses.replace(PROBLEM, gate=gate, lower_bound=bound)
+    choice, _ = dispatch.portable_choice(problem)
+    assert all(check(choice.variant, problem, chip) is None for chip in CHIPS.values())

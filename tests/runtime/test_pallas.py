@@ -1,0 +1,66 @@
+"""The generated kernels behind the public function: interpreted here, compiled for a TPU."""
+
+import dataclasses
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from kdagen.chips import get_chip
+from kdagen.generate import code_hash, variant_id
+from kdagen.problem import Problem
+from kdagen.store.tuned import Environment, Store
+from kdagen.variant import check, default_variant
+from tests.reference.cases import assert_close, make_case
+from tests.runtime.run import results
+from tests.store.rows import result
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "aot_step.py"
+
+
+def test_interpreted_with_the_gradient_of_the_chunk_form():
+    case = make_case(raw=True, dtype="bfloat16", tokens=70, width_k=128, width_v=128)
+    assert_close(results(case, implementation="pallas"), case)
+
+
+def run_example(*arguments):
+    return subprocess.run(
+        [sys.executable, str(EXAMPLE), *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_step_compiled_ahead_of_time_holds_the_tuned_kernel(tmp_path):
+    chip = get_chip("v7x")
+    # the call of the example
+    problem = Problem(tokens=256, heads=8, gate="bounded", lower_bound=-5.0, qk_l2norm=True)
+    variant = dataclasses.replace(default_variant(problem, chip), sub_block=16, chunks=2)
+    assert check(variant, problem, chip) is None
+    libtpu = importlib.metadata.version("libtpu")
+    made_with = Environment("v7x", jax.__version__, "", libtpu, "", code_hash(), "m")
+    path = tmp_path / "tuned.sqlite"
+    with Store(path) as store:
+        where = store.put_environment(made_with), store.put_problem(problem, "example")
+        row = result(variant)
+        store.put_result(*where, row)
+        store.choose(*where, "compiler", row.variant_id)
+    done = run_example("--db", str(path), "--strict")
+    assert done.returncode == 0, done.stderr
+    (found,) = re.findall(r"kernel kda_forward_([0-9a-f]{12})", done.stdout)
+    assert variant_id(problem, variant, chip).startswith(found)
+    assert not variant_id(problem, default_variant(problem, chip), chip).startswith(found)
+
+
+def test_the_step_is_refused_where_nothing_is_tuned_and_that_is_asked_for(tmp_path):
+    path = tmp_path / "empty.sqlite"
+    Store(path).close()
+    done = run_example("--db", str(path), "--strict")
+    assert done.returncode != 0
+    assert "kdagen tune --chip v7x" in done.stderr
