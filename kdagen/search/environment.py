@@ -24,7 +24,8 @@ def current(chip: Chip) -> Environment:
         jaxlib=metadata.version("jaxlib"),
         libtpu=libtpu_version() or "none",
         kdagen=_version(),
-        generator=code_hash(),
+        # Not the cached hash: a run asks again, to see whether the code has changed under it.
+        generator=code_hash.__wrapped__(),
         model=_model_hash(chip),
     )
 

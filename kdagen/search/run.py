@@ -30,7 +30,7 @@ Pools = list[tuple[Pool, tuple[str, ...]]]
 
 
 class TuneError(KdagenError):
-    """A run that cannot begin."""
+    """A run that cannot begin, or cannot go on."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,8 @@ def tune(
       report: called after each job.
 
     Raises:
-      TuneError: this machine can neither compile for the chip nor has one.
+      TuneError: this machine can neither compile for the chip nor has one; or the templates, the
+        kernels or the model were changed during the run.
       PoolError: worker processes do not start.
     """
     started = time.monotonic()
@@ -163,7 +164,7 @@ def tune(
     interrupted = False
     with _pools(plan, source) as pools:
         try:
-            _run(plan, searches, pools, report)
+            _run(plan, run, pools, report)
         except KeyboardInterrupt:
             interrupted = True
     return Summary(run, interrupted, time.monotonic() - started)
@@ -182,10 +183,11 @@ def _pools(plan: Plan, source: str) -> Iterator[Pools]:
 
 def _run(
     plan: Plan,
-    searches: list[ShapeSearch],
+    run: Run,
     pools: Pools,
     report: Callable[[Progress], None],
 ) -> None:
+    searches = run.searches
     by_name = {search.name: search for search in searches}
     started, done = time.monotonic(), 0
     while True:
@@ -194,7 +196,14 @@ def _run(
         if not any(pool.busy for pool, _ in pools):
             return
         for pool, _ in pools:
-            for outcome in pool.wait(_POLL_SECONDS / len(pools)):
+            outcomes = pool.wait(_POLL_SECONDS / len(pools))
+            if outcomes and environment.current(run.chip) != run.environment:
+                # What the workers made is not what its row would say.
+                raise TuneError(
+                    "the templates, the kernels or the model changed during the run; what was "
+                    "recorded before stands, and a new run starts anew"
+                )
+            for outcome in outcomes:
                 job = outcome.job
                 assert isinstance(job, Job)
                 search = by_name[job.shape]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,15 +32,16 @@ small:
 """
 
 
-def start(folder: Path, *options: str) -> subprocess.Popen[str]:
+def start(folder: Path, *options: str, root: Path = ROOT) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "kdagen.cli", "tune", "--chip", "v6e"]
     command += ["--shapes", str(folder / "shapes.yaml"), "--db", str(folder / "db.sqlite")]
     return subprocess.Popen(
         [*command, *options],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "PYTHONPATH": str(root), "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        cwd=root,
     )
 
 
@@ -166,6 +168,22 @@ def test_another_environment_starts_anew(
             for e in (same, other)
         ]
     assert counts == [known, 0]
+
+
+def test_code_that_changes_during_a_run_ends_it(tmp_path: Path) -> None:
+    root = tmp_path / "tree"
+    shutil.copytree(ROOT / "kdagen", root / "kdagen")
+    (tmp_path / "shapes.yaml").write_text(SHAPES)
+    with start(tmp_path, "--trials", "1000", "--jobs", "1", root=root) as process:
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        until(lines, r"^\[1/\d+\] small: tried a candidate")
+        with (root / "kdagen/_templates/kda_forward.py.j2").open("a") as template:
+            template.write("# changed\n")
+        until(lines, r"^Error: .*changed during the run")
+        assert process.wait() == 1
+    # At most one more had ended before the change was made.
+    assert 1 <= len(rows(tmp_path)) <= 2
 
 
 def test_show_render_and_ship_read_the_table(folder: Path, resumed: str) -> None:
