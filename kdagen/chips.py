@@ -102,6 +102,16 @@ class Chip:
         return self.calibration is not None
 
 
+# How: python benchmarks/calibrate.py --fit, with libtpu 0.0.52.
+_FITTED = (
+    "issue rate and bandwidth, by least squares of the log error, to published times of tokamax's "
+    "KDA backward, softmax loss, attention and layer norm; latency assumed"
+)
+_FITTED_WITHOUT_KDA = (
+    "issue rate and bandwidth, by least squares of the log error, to published times of tokamax's "
+    "softmax loss, attention and layer norm, and no KDA kernel; latency assumed"
+)
+
 # Nominal rates: clock = peak bf16 FLOP/s over 2 * mxu_count * mxu_size^2 for the chips with
 # 128-wide matrix units, and the HBM bandwidth of one core, both from JAX's own table. From v6e on
 # the peak counts two passes a cycle. The DMA latency is v6e's fitted one.
@@ -155,6 +165,14 @@ _CHIPS = (
         dma_granule_bytes=32,
         branch_delay_slots=4,
         nominal=ModelParameters(1.75e9, 1.23e12, 0.9e-6),
+        calibration=Calibration(
+            parameters=ModelParameters(1.72e9, 1.01e12, 0.9e-6),
+            mean_error=0.041,
+            max_error=0.091,
+            rms_log_error=0.043,
+            points=6,
+            method=_FITTED_WITHOUT_KDA,
+        ),
     ),
     Chip(
         name="v6e",
@@ -172,12 +190,12 @@ _CHIPS = (
         branch_delay_slots=4,
         nominal=ModelParameters(1.75e9, 1.64e12, 0.9e-6),
         calibration=Calibration(
-            parameters=ModelParameters(1.70e9, 1.47e12, 0.9e-6),
-            mean_error=0.05,
-            max_error=0.12,
-            rms_log_error=0.045,
-            points=15,
-            method="effective rate, bandwidth and latency fitted to published kernel times",
+            parameters=ModelParameters(1.60e9, 1.48e12, 0.9e-6),
+            mean_error=0.073,
+            max_error=0.163,
+            rms_log_error=0.069,
+            points=9,
+            method=_FITTED,
         ),
     ),
     Chip(
@@ -196,12 +214,12 @@ _CHIPS = (
         branch_delay_slots=6,
         nominal=ModelParameters(2.2e9, 3.7e12, 0.7e-6),
         calibration=Calibration(
-            parameters=ModelParameters(1.75e9, 2.2e12, 0.7e-6),
-            mean_error=0.13,
-            max_error=0.28,
-            rms_log_error=0.091,
-            points=16,
-            method="effective rate, bandwidth and latency fitted to published kernel times",
+            parameters=ModelParameters(1.77e9, 2.215e12, 0.7e-6),
+            mean_error=0.075,
+            max_error=0.167,
+            rms_log_error=0.074,
+            points=9,
+            method=_FITTED,
         ),
     ),
 )
