@@ -28,9 +28,11 @@ class Rule:
     """How a call is computed; static and hashable.
 
     Attributes:
-      implementation: "pallas", "xla_chunked" or "recurrent".
+      implementation: "pallas", "xla_chunked", "recurrent", or "by_platform": the kernel where the
+        program is lowered for a TPU, the chunk form where it is not.
       options: the static part of the call.
-      kernel: for "pallas", a hashable function from (operands, options) to (output, final state).
+      kernel: for the first and the last, a hashable function from (operands, options) to (output,
+        final state).
     """
 
     implementation: str
@@ -70,6 +72,14 @@ def _forward(
     if rule.implementation == "pallas":
         assert rule.kernel is not None
         return *rule.kernel(operands, options), None
+    if rule.implementation == "by_platform":
+        kernel = rule.kernel
+        assert kernel is not None
+        return *jax.lax.platform_dependent(
+            operands,
+            tpu=lambda operands: kernel(operands, options),
+            default=lambda operands: chunked.forward(operands, None, options)[:2],
+        ), None  # fmt: skip
     output, final, states = chunked.forward(operands, boundaries, options, keep_states=keep_states)
     assert output is not None
     return output, final, states

@@ -81,7 +81,8 @@ def kimi_delta_attention(
       implementation: "pallas" (generated TPU kernels; interpreted on other platforms),
         "xla_chunked" (chunk form in plain JAX), "recurrent" (token by token), tokamax's "mosaic"
         and "xla" for the first and the last, a sequence of names tried in order, or None: "pallas"
-        on a TPU, or where the trace targets one, and "xla_chunked" elsewhere. A kernel that cannot
+        on a TPU, or where the trace targets one (under `jax.set_mesh`), and "xla_chunked"
+        elsewhere. A kernel that cannot
         serve the call is passed over with one warning for each reason; in a sequence, "pallas" is
         passed over likewise where no TPU is targeted.
 
@@ -125,6 +126,8 @@ def _rule(call: Call, target: Target) -> Rule:
     In order: those that were asked for; with none, the kernels where a TPU is targeted, then the
     chunk form.
     """
+    if not call.implementations and target.may_be_tpu:
+        return _by_platform(call)
     names = call.implementations or (
         ("pallas", "xla_chunked") if target.is_tpu else ("xla_chunked",)
     )
@@ -147,6 +150,23 @@ def _rule(call: Call, target: Target) -> Rule:
             continue
         return Rule("pallas", call.options, kernel)
     raise NoKernelError("; ".join(dict.fromkeys(reasons)))
+
+
+def _by_platform(call: Call) -> Rule:
+    """Both implementations, for a trace that may or may not be for a TPU."""
+    from kdagen.runtime import pallas
+
+    try:
+        kernel = pallas.portable_kernel(call, interpret=False)
+    except NoKernelError as error:
+        _warn([str(error)], "xla_chunked")
+        return Rule("xla_chunked", call.options)
+    warn_once(
+        "kimi_delta_attention does not know which device this trace is for: should it be a TPU, it "
+        "runs on a default kernel that is legal on every chip. To have the tuned one, trace under "
+        "jax.set_mesh of a mesh of its devices."
+    )
+    return Rule("by_platform", call.options, kernel)
 
 
 def _warn(reasons: list[str], name: str) -> None:

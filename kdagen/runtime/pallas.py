@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from kdagen.reference.varying import varying_alike
 from kdagen.runtime.arguments import Call
 from kdagen.runtime.dispatch import choose, portable_choice
 from kdagen.runtime.target import NoKernelError, Target
-from kdagen.variant import Variant
+from kdagen.variant import LANES, Variant, check
 
 
 @dataclass(frozen=True)
@@ -80,17 +80,33 @@ def _given(operands: dict[str, Any], name: str) -> jax.Array:
     return operands[name]
 
 
+def portable_kernel(call: Call, *, interpret: bool) -> Kernel:
+    """A kernel that is legal on every chip, for a trace that does not know its own.
+
+    Interpreted, it has as few chunk-heads in flight as can be: the interpreter compiles the whole
+    unrolled program for the host, and nothing is gained by a larger one.
+
+    Raises:
+      NoKernelError: there is none.
+    """
+    problem = problem_of(call)
+    choice, chip = portable_choice(problem)
+    variant = choice.variant
+    if interpret:
+        small = replace(variant, heads=1, chunks=LANES // variant.chunk)
+        variant = small if check(small, problem, chip) is None else variant
+    return Kernel(problem, variant, chip.name, interpret)
+
+
 def kernel_for(call: Call, target: Target) -> Kernel:
     """The kernel that serves a call on a target: on a TPU, compiled; elsewhere, interpreted.
 
     Raises:
       NoKernelError: no variant is legal for the call, or the chip is not one of those known.
     """
-    problem = problem_of(call)
     if not target.is_tpu:
-        choice, chip = portable_choice(problem)
-        return Kernel(problem, choice.variant, chip.name, interpret=True)
-    chip = _chip_of(target)
+        return portable_kernel(call, interpret=True)
+    problem, chip = problem_of(call), _chip_of(target)
     return Kernel(problem, choose(problem, chip).variant, chip.name, interpret=False)
 
 

@@ -6,6 +6,7 @@ import warnings
 from dataclasses import dataclass
 
 import jax
+from jaxlib import xla_client
 
 from kdagen.errors import KdagenError
 
@@ -39,11 +40,14 @@ class Target:
 
     Attributes:
       is_tpu: whether it is a TPU.
+      may_be_tpu: it is not, but this process has the TPU compiler loaded, so that the trace may be
+        lowered for a TPU all the same: shardings alone do not tell a trace what it is for.
       device_kind: as JAX names it.
       description: where that is known from, in words.
     """
 
     is_tpu: bool
+    may_be_tpu: bool
     device_kind: str
     description: str
 
@@ -58,4 +62,10 @@ def find_target() -> Target:
         chosen = jax.config.values["jax_default_device"]
         device = chosen if isinstance(chosen, jax.Device) else jax.devices(chosen)[0]
         origin = "the default device"
-    return Target(device.platform == "tpu", device.device_kind, f"{origin} is {device.device_kind}")
+    is_tpu = device.platform == "tpu"
+    return Target(
+        is_tpu,
+        not is_tpu and origin == "the default device" and xla_client.pjrt_plugin_loaded("tpu"),
+        device.device_kind,
+        f"{origin} is {device.device_kind}",
+    )

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import jax
-import pytest
 
 from kdagen.chips import get_chip
 from kdagen.generate import code_hash, variant_id
@@ -28,9 +27,9 @@ def test_interpreted_with_the_gradient_of_the_chunk_form():
     assert_close(results(case, implementation="pallas"), case)
 
 
-def run_example(*arguments):
+def run_program(*arguments):
     return subprocess.run(
-        [sys.executable, str(EXAMPLE), *arguments],
+        [sys.executable, *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
@@ -51,7 +50,7 @@ def test_a_step_compiled_ahead_of_time_holds_the_tuned_kernel(tmp_path):
         row = result(variant)
         store.put_result(*where, row)
         store.choose(*where, "compiler", row.variant_id)
-    done = run_example("--db", str(path), "--strict")
+    done = run_program(str(EXAMPLE), "--db", str(path), "--strict")
     assert done.returncode == 0, done.stderr
     (found,) = re.findall(r"kernel kda_forward_([0-9a-f]{12})", done.stdout)
     assert variant_id(problem, variant, chip).startswith(found)
@@ -61,6 +60,34 @@ def test_a_step_compiled_ahead_of_time_holds_the_tuned_kernel(tmp_path):
 def test_the_step_is_refused_where_nothing_is_tuned_and_that_is_asked_for(tmp_path):
     path = tmp_path / "empty.sqlite"
     Store(path).close()
-    done = run_example("--db", str(path), "--strict")
+    done = run_program(str(EXAMPLE), "--db", str(path), "--strict")
     assert done.returncode != 0
     assert "kdagen tune --chip v7x" in done.stderr
+
+
+WITHOUT_A_MESH = """
+import warnings
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from kdagen.runtime.kda import kimi_delta_attention
+
+topology = topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x2")
+everywhere = NamedSharding(Mesh(np.array(topology.devices[:1]), ("x",)), PartitionSpec())
+wide = jax.ShapeDtypeStruct((2, 1, 128, 128), jnp.bfloat16, sharding=everywhere)
+beta = jax.ShapeDtypeStruct((2, 1, 128), jnp.bfloat16, sharding=everywhere)
+f = jax.jit(lambda *x: kimi_delta_attention(*x)[0])
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    text = f.lower(wide, wide, wide, wide, beta).compile().as_text()
+print("kernel" if "kda_forward_" in text else "no kernel")
+print(sum("jax.set_mesh" in str(w.message) for w in caught), "warning")
+x = jnp.zeros((2, 1, 128, 128), jnp.bfloat16)
+print(float(jnp.sum(f(x, x, x, x, x[..., 0]))), "here")
+"""
+
+
+def test_a_trace_that_does_not_know_its_chip_lowers_for_either():
+    done = run_program("-c", WITHOUT_A_MESH)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:3] == ["kernel", "1 warning", "0.0 here"]
