@@ -20,7 +20,7 @@ def db(tmp_path: Path) -> Path:
         where = tuned(store)
         broken = dataclasses.replace(FASTER, lag=1)
         store.put_result(*where, result(broken, status="vmem", reason="too much", seconds=None))
-        tuned(store, dataclasses.replace(ENVIRONMENT, chip="v5p", libtpu="0.0.52"))
+        tuned(store, dataclasses.replace(ENVIRONMENT, chip="v7x", libtpu="0.0.52"))
     return path
 
 
@@ -39,7 +39,7 @@ def test_winners_stand_against_their_default(db: Path) -> None:
     assert text.count("1.25x") == 2
     assert "too much" not in text
     assert "known error of the model of v6e" in text
-    assert "v5p is not calibrated" in text
+    assert "known error of the model of v7x" in text
     assert "libtpu 0.0.52" in text
 
 
@@ -48,7 +48,7 @@ def test_every_candidate_has_its_state(db: Path) -> None:
     assert "vmem: too much" in text
     assert "not checked" in text
     assert text.count("winner") == 1
-    assert "v5p" not in text
+    assert "v7x" not in text
 
 
 def test_nothing_is_shown_of_what_is_not_there(db: Path) -> None:

@@ -20,12 +20,15 @@ def test_times() -> None:
 
 
 def test_a_time_is_never_without_its_source() -> None:
-    modelled = words.origin("compiler", ENVIRONMENT, get_chip("v6e"))
-    assert "not measured" in modelled and "0.0.42" in modelled and "5% on average" in modelled
-    assert "12% at most" in modelled
-    unknown = words.origin("compiler", ENVIRONMENT, get_chip("v5p"))
-    assert "not calibrated" in unknown
-    measured = words.origin("hardware", ENVIRONMENT, get_chip("v6e"))
+    chip = get_chip("v6e")
+    assert chip.calibration is not None
+    modelled = words.origin("compiler", ENVIRONMENT, chip)
+    assert "not measured" in modelled and "0.0.42" in modelled
+    assert f"{chip.calibration.mean_error:.0%} on average" in modelled
+    assert f"{chip.calibration.max_error:.0%} at most" in modelled
+    uncalibrated = dataclasses.replace(chip, calibration=None)
+    assert "not calibrated" in words.origin("compiler", ENVIRONMENT, uncalibrated)
+    measured = words.origin("hardware", ENVIRONMENT, chip)
     assert "measured on v6e" in measured and "model" not in measured
 
 

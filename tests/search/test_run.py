@@ -15,10 +15,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from kdagen.chips import get_chip
 from kdagen.cli import main
 from kdagen.measure.verify import BOUNDS
 from kdagen.problem import load_shapes
+from kdagen.report.words import calibration
 from kdagen.search import environment
+from kdagen.search.shape import ShapeSearch
 from kdagen.store.tuned import Store
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,7 +114,7 @@ def resumed(folder: Path, interrupted: str) -> str:
 def test_the_table_says_what_the_winner_is_worth(resumed: str) -> None:
     assert "modelled time" in resumed
     assert 'source "compiler"' in resumed
-    assert "known error of the model of v6e: 5% on average" in resumed
+    assert calibration(get_chip("v6e")) in resumed
     assert re.search(r"libtpu \d", resumed)
     assert "against default" in resumed
     assert re.search(r"[\d.]+ / 32\b", resumed)
@@ -128,12 +131,14 @@ def test_every_candidate_is_a_row(folder: Path, resumed: str) -> None:
     assert [r.status for r in results].count("died") == 1
     assert sum(r.is_default for r in results) == 1
     assert len({r.variant_id for r in results}) == len(results)
+    known = get_chip("v6e").calibration
+    assert known is not None
     (winner,) = [entry.result for entry in entries if entry.is_winner]
     assert winner.errors is not None
     assert all(e.ok and e.bound == BOUNDS["bfloat16"] for e in winner.errors.values())
     for r in results:
         if r.status == "ok":
-            assert r.source == "compiler" and r.model_error == 0.05 and r.loop_bundles
+            assert r.source == "compiler" and r.model_error == known.mean_error and r.loop_bundles
             assert r.seconds is not None and winner.seconds <= r.seconds * 1.006
         if not r.checked and r.status == "ok":
             assert r is not winner
@@ -152,9 +157,6 @@ def test_a_complete_run_is_answered_from_the_table(folder: Path, resumed: str) -
 def test_another_environment_starts_anew(
     folder: Path, resumed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kdagen.chips import get_chip
-    from kdagen.search.shape import ShapeSearch
-
     (problem,) = load_shapes(folder / "shapes.yaml").values()
     chip = get_chip("v6e")
     with Store(folder / "db.sqlite") as store:
