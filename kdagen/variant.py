@@ -20,7 +20,14 @@ MIB = 1 << 20
 # the bundles that 64 tokens of one head take in a loop of this kernel, seen over its whole space.
 MAX_LOOP_BUNDLES = 9400
 _BUNDLES_PER_UNIT = 240
-_SPILL_BYTES_PER_PACK = 128 * 1024
+
+_FEW_HEADS = 8
+
+# VMEM that the compiler spills registers to, per pack: the most seen over the space, and a margin.
+# The scheduler of v4 keeps far more values alive.
+_SPILL_BYTES_PER_PACK = {"v4": 480 * 1024}
+_OTHER_SPILL_BYTES_PER_PACK = 272 * 1024
+_LEAST_SPILL_BYTES = 320 * 1024
 
 
 class VariantError(KdagenError, ValueError):
@@ -149,9 +156,9 @@ def space(problem: Problem, chip: Chip) -> dict[str, tuple[Any, ...]]:
     """
     bounded = problem.gate == "bounded"
     return {
-        "chunk": (64, 128) if bounded else (64,),
+        "chunk": (64, 128),
         "heads": tuple(_divisors(problem.value_heads, 32)),
-        "chunks": (1, 2, 4, 8, 16),
+        "chunks": (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32),
         "decay": ("bounded",) if bounded else ("unbounded",),
         "sub_block": (16, 32) if bounded else (8,),
         "inverse": ("neumann", "recursive"),
@@ -185,21 +192,24 @@ def legal_variants(problem: Problem, chip: Chip) -> Iterator[Variant]:
 
 
 def default_variant(problem: Problem, chip: Chip) -> Variant:
-    """The variant used where nothing was tuned: 32 chunk-heads of 64 tokens in flight if they fit.
+    """The variant used where nothing was tuned: 2048 tokens of heads in flight, or what fits.
 
-    More chunks a program make up for missing heads; the first that ``check`` passes, from the most
-    chunk-heads down.
+    More chunks of a program make up for missing heads. Few heads take long chunks: a head's
+    recurrence is a chain of three products a chunk, and nothing else fills its waits. The first
+    that ``check`` passes is taken, from the most tokens in flight and the most heads down.
 
     Raises:
       VariantError: no variant serves the problem on this chip; the message is that of ``check``.
     """
     bounded = problem.gate == "bounded"
     violation = None
-    for in_flight in (32, 16, 8, 4, 2):
-        for heads in reversed(_divisors(problem.value_heads, in_flight)):
+    for in_flight in (2048, 1024, 512, 256, 128):
+        for heads in reversed(_divisors(problem.value_heads, in_flight // 64)):
+            chunk = 64 if heads >= _FEW_HEADS else 128
             variant = Variant(
+                chunk=chunk,
                 heads=heads,
-                chunks=in_flight // heads,
+                chunks=max(1, in_flight // (chunk * heads)),
                 decay="bounded" if bounded else "unbounded",
                 sub_block=32 if bounded else 8,
             )
@@ -313,7 +323,7 @@ def _vmem(variant: Variant, problem: Problem, chip: Chip) -> str | None:
             f"vmem_limit_mib={variant.vmem_limit_mib}: {chip.name} grants at most "
             f"{chip.usable_vmem_bytes // MIB}"
         )
-    used = vmem_bytes(variant, problem)
+    used = vmem_bytes(variant, problem, chip)
     if used > limit:
         return f"about {used / MIB:.1f} MiB of VMEM, of {limit / MIB:.0f} allowed on {chip.name}"
     return None
@@ -322,7 +332,7 @@ def _vmem(variant: Variant, problem: Problem, chip: Chip) -> str | None:
 CONSTRAINTS = (_served, _values, _packing, _decay, _code_size, _vmem)
 
 
-def vmem_bytes(variant: Variant, problem: Problem) -> int:
+def vmem_bytes(variant: Variant, problem: Problem, chip: Chip) -> int:
     """VMEM that the kernel of a variant takes, in bytes, from above.
 
     Scratch and pipelined blocks are exact; what the compiler spills is not known before it has
@@ -342,4 +352,5 @@ def vmem_bytes(variant: Variant, problem: Problem) -> int:
     blocks = 2 * items * chunk * row + 2 * max(packs, 8) * LANES * wide
     if problem.gate != "log_decay":
         blocks += 2 * variant.heads * 8 * key_dim * wide
-    return state + handover + blocks + packs * _SPILL_BYTES_PER_PACK
+    spill = _SPILL_BYTES_PER_PACK.get(chip.name, _OTHER_SPILL_BYTES_PER_PACK)
+    return state + handover + blocks + _LEAST_SPILL_BYTES + packs * spill
