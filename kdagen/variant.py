@@ -194,7 +194,7 @@ def legal_variants(problem: Problem, chip: Chip) -> Iterator[Variant]:
 def default_variant(problem: Problem, chip: Chip) -> Variant:
     """The variant used where nothing was tuned: 2048 tokens of heads in flight, or what fits.
 
-    More chunks of a program make up for missing heads. Few heads take long chunks: a head's
+    More chunks of a program make up for missing heads, as far as the sequence has them. Few heads take long chunks: a head's
     recurrence is a chain of three products a chunk, and nothing else fills its waits. The first
     that ``check`` passes is taken, from the most tokens in flight and the most heads down.
 
@@ -206,10 +206,11 @@ def default_variant(problem: Problem, chip: Chip) -> Variant:
     for in_flight in (2048, 1024, 512, 256, 128):
         for heads in reversed(_divisors(problem.value_heads, in_flight // 64)):
             chunk = 64 if heads >= _FEW_HEADS else 128
+            chunks = min(in_flight // (chunk * heads), -(-problem.tokens // chunk))
             variant = Variant(
                 chunk=chunk,
                 heads=heads,
-                chunks=max(1, in_flight // (chunk * heads)),
+                chunks=max(1, chunks),
                 decay="bounded" if bounded else "unbounded",
                 sub_block=32 if bounded else 8,
             )
