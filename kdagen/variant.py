@@ -194,9 +194,10 @@ def legal_variants(problem: Problem, chip: Chip) -> Iterator[Variant]:
 def default_variant(problem: Problem, chip: Chip) -> Variant:
     """The variant used where nothing was tuned: 2048 tokens of heads in flight, or what fits.
 
-    More chunks of a program make up for missing heads, as far as the sequence has them. Few heads take long chunks: a head's
-    recurrence is a chain of three products a chunk, and nothing else fills its waits. The first
-    that ``check`` passes is taken, from the most tokens in flight and the most heads down.
+    More chunks of a program make up for missing heads, as far as the sequence has them. Few heads
+    take long chunks: a head's recurrence is a chain of three products a chunk, and nothing else
+    fills its waits. The first that ``check`` passes is taken, from the most tokens in flight and
+    the most heads down.
 
     Raises:
       VariantError: no variant serves the problem on this chip; the message is that of ``check``.
