@@ -91,24 +91,13 @@ def compiled(problem: Problem, variant: Variant, chip: Chip) -> list[Schedule]:
       CompileError: the compiler refused.
     """
     import jax
-    from jax.experimental.pallas import tpu as pltpu
-
-    forward = forward_of(problem, variant, chip)
-
-    def from_hbm(*arguments: Any) -> Any:
-        # XLA would put the small operands of a short call into VMEM, and their DMA would not be
-        # seen in the kernel.
-        constrained = [
-            None if x is None else pltpu.with_memory_space_constraint(x, pltpu.HBM)
-            for x in arguments
-        ]
-        return forward(*constrained)
 
     structs = [
         None if given is None else jax.ShapeDtypeStruct(*given)
         for given in operands.inputs(problem).values()
     ]
-    program = aot.compile_for(chip, from_hbm, structs)
+    forward = forward_of(problem, variant, chip)
+    program = aot.compile_for(chip, forward, structs, keep_in_hbm=True)
     assert program.dump_dir is not None
     return read_schedules(program.dump_dir, chip)
 
