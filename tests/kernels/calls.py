@@ -46,7 +46,9 @@ def compiled(problem: Problem, variant: Variant) -> Callable[..., Any]:
 def call(problem: Problem, variant: Variant, values: dict[str, Any]) -> dict[str, Any]:
     """Output, and final state where the problem asks for it."""
     got = compiled(problem, variant)(*(values.get(name) for name in operands.inputs(problem)))
-    return {name: x for name, x in zip(("output", "final_state"), got, strict=True) if x is not None}
+    return {
+        name: x for name, x in zip(("output", "final_state"), got, strict=True) if x is not None
+    }
 
 
 def reference(problem: Problem, values: dict[str, Any]) -> dict[str, np.ndarray]:

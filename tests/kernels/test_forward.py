@@ -15,7 +15,16 @@ from kdagen.measure import operands
 from kdagen.measure.verify import BOUNDS
 from kdagen.problem import Problem
 from kdagen.variant import Variant
-from tests.kernels.calls import call, compiled, draw, errors, kinds, reference, relative_error, traceable
+from tests.kernels.calls import (
+    call,
+    compiled,
+    draw,
+    errors,
+    kinds,
+    reference,
+    relative_error,
+    traceable,
+)
 from tests.kernels.pairs import cases
 
 BOUND = BOUNDS["bfloat16"]
@@ -117,7 +126,12 @@ def test_nothing_leaks_through_a_reset(reset):
     expected = reference(LOG_DECAY, values)
     after = {"output": (slice(None), slice(None), slice(reset, None)), "final_state": ()}
     assert_close(
-        {"": {name: relative_error(got[name][at], expected[name][at]) for name, at in after.items()}}
+        {
+            "": {
+                name: relative_error(got[name][at], expected[name][at])
+                for name, at in after.items()
+            }
+        }
     )
 
 
