@@ -64,5 +64,6 @@ $(NEWEST_VENV)/bin/pip:
 
 $(NEWEST_VENV)/.installed: pyproject.toml | $(NEWEST_VENV)/bin/pip
 	$(NEWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-		--editable '.[test]' 'jax[tpu]>=0.12'
+		--editable '.[test]' 'jax>=0.12'
+	$(NEWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade libtpu
 	@touch $@
