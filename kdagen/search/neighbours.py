@@ -13,14 +13,14 @@ from kdagen.store.tuned import Entry
 from kdagen.variant import Variant, VariantError, check, default_variant
 
 # What a variant takes from its problem rather than from its search.
-_STRUCTURE = ("heads", "chunks", "decay", "sub_block")
+_STRUCTURE = ("chunk", "heads", "chunks", "decay", "sub_block", "vmem_limit_mib")
 
 
 def neighbours(entries: Iterable[Entry], problem: Problem, chip: Chip, most: int) -> list[Variant]:
     """Up to ``most`` legal variants taken from the best results for other problems and chips.
 
-    The nearest problem first. A variant that is not legal here is tried with the default's heads,
-    chunks and factorisation: how its stages interleave may still be right.
+    The nearest problem first. A variant that is not legal here is tried with the default's chunks,
+    heads and factorisation: how its stages interleave may still be right.
     """
     default = default_variant(problem, chip)
     structure = {name: getattr(default, name) for name in _STRUCTURE}

@@ -170,8 +170,8 @@ def axes(problem: Problem, chip: Chip) -> dict[str, list[Option]]:
     """The sampler's axes: for each an ordered list of options, partial parameter sets.
 
     An option is in it if it is legal beside the default variant's other parameters. The first axis
-    is ordered by the work in flight, and has a raised VMEM limit only where the chip's own does not
-    do.
+    is ordered by the work in flight, has a raised VMEM limit only where the chip's own does not do,
+    and no programs longer than the sequence but the default's.
     """
     default = default_variant(problem, chip)
     values = space(problem, chip)
@@ -192,18 +192,21 @@ def axes(problem: Problem, chip: Chip) -> dict[str, list[Option]]:
             if check(dataclasses.replace(default, **option), problem, chip) is None
         ]
     first = "+".join(_GROUPS[0])
-    found[first] = _busy(found[first])
+    own = {name: getattr(default, name) for name in _GROUPS[0]}
+    found[first] = _busy(found[first], own, problem.tokens)
     return found
 
 
-def _busy(options: list[Option]) -> list[Option]:
-    kept = []
+def _busy(options: list[Option], own: Option, tokens: int) -> list[Option]:
+    kept = [own]
     for option in options:
         unraised = {**option, "vmem_limit_mib": 0}
-        if option == unraised or unraised not in options:
+        needs_its_limit = option == unraised or unraised not in options
+        fits = (option["chunks"] - 1) * option["chunk"] < tokens
+        if option != own and needs_its_limit and fits:
             kept.append(option)
-    most = max(_in_flight(option) for option in kept)
-    kept = [option for option in kept if _in_flight(option) >= _LEAST_IN_FLIGHT * most]
+    least = _LEAST_IN_FLIGHT * max(map(_in_flight, kept))
+    kept = [option for option in kept if _in_flight(option) >= least]
     return sorted(kept, key=lambda o: (_in_flight(o), o["chunk"], o["heads"]))
 
 

@@ -27,7 +27,7 @@ from kdagen.store.tuned import Store
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = """
 small:
-  tokens: 1024
+  tokens: 256
   heads: 1
   gate: bounded
   lower_bound: -5.0

@@ -111,3 +111,11 @@ def test_axes_have_the_default_and_only_legal_options(chip: str, heads: int, gat
             if raised:
                 unraised = dataclasses.replace(variant, vmem_limit_mib=0)
                 assert check(unraised, problem, get_chip(chip)) is not None
+
+
+def test_a_short_sequence_has_no_longer_programs() -> None:
+    problem = dataclasses.replace(PROBLEM, tokens=200)
+    first = next(iter(axes(problem, CHIP).values()))
+    assert len(first) > 1
+    assert all((option["chunks"] - 1) * option["chunk"] < 200 for option in first)
+    assert all(option["chunks"] * option["chunk"] * option["heads"] >= 1024 for option in first)
