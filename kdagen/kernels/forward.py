@@ -305,10 +305,15 @@ def call(
         in_specs.append(whole)
         operands.append(initial_state)
     out_specs = [tensor(value_dim, leaving)]
-    out_shape = [jax.ShapeDtypeStruct((heads, batch, length, value_dim), query.dtype)]
+    # inside shard_map the results vary over the mesh as the operands do
+    axes = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in operands))
+    struct = functools.partial(
+        jax.ShapeDtypeStruct, manual_axis_type=jax.sharding.ManualAxisType(varying=axes)
+    )
+    out_shape = [struct((heads, batch, length, value_dim), query.dtype)]
     if geometry.final_state:
         out_specs.append(whole)
-        out_shape.append(jax.ShapeDtypeStruct((batch, 1, heads, key_dim, value_dim), F32))
+        out_shape.append(struct((batch, 1, heads, key_dim, value_dim), F32))
     results = pl.pallas_call(
         functools.partial(_kernel, geometry, stages, slots, tokens, scale, lower_bound),
         grid=(batch, groups, blocks + DRAIN),

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kdagen.kernels.lanes import BF16, F32, LOG2_E, dot, index, rows, stack
+from kdagen.kernels.lanes import BF16, F32, LOG2_E, dot, index, rows, same_block, stack
 
 NORM_EPSILON = 1e-6
 
@@ -58,7 +58,7 @@ def cumulative(decay: jax.Array, block: int, *, exact: bool = False) -> jax.Arra
     """
     tokens = decay.shape[0]
     row, column = index((tokens, tokens), 0), index((tokens, tokens), 1)
-    ones = ((row >= column) & (row // block == column // block)).astype(F32).astype(BF16)
+    ones = ((row >= column) & same_block(row, column, block)).astype(F32).astype(BF16)
     high = decay.astype(BF16)
     if exact:
         return dot(ones, high)

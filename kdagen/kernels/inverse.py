@@ -14,7 +14,18 @@ from collections.abc import Callable, Generator
 import jax
 import jax.numpy as jnp
 
-from kdagen.kernels.lanes import BF16, F32, choose, dot, index, rows, stack
+from kdagen.kernels.lanes import (
+    BF16,
+    F32,
+    choose,
+    dot,
+    index,
+    quotient,
+    remainder,
+    rows,
+    same_block,
+    stack,
+)
 from kdagen.kernels.tiling import BASE_BLOCK as BASE
 from kdagen.kernels.tiling import LANES
 
@@ -29,7 +40,7 @@ class _BlockProduct:
     def __init__(self, depth: int):
         self.depth = depth
         self.slices = LANES // depth
-        self.group = index((BASE, LANES), 1) // BASE
+        self.group = quotient(index((BASE, LANES), 1), BASE)
 
     def left(self, a: jax.Array) -> jax.Array:
         a = a.astype(BF16)
@@ -38,13 +49,12 @@ class _BlockProduct:
     def right(self, b: jax.Array) -> jax.Array:
         b = b.astype(BF16)
         blocks = self.depth // BASE
-        return stack(
-            [jnp.where(self.group % blocks == j, b, jnp.zeros_like(b)) for j in range(blocks)]
-        )
+        place = remainder(self.group, blocks)
+        return stack([jnp.where(place == j, b, jnp.zeros_like(b)) for j in range(blocks)])
 
     def gather(self, product: jax.Array) -> jax.Array:
         pieces = [rows(product, BASE * i, BASE) for i in range(self.slices)]
-        return choose(pieces, self.group // (self.depth // BASE))
+        return choose(pieces, quotient(self.group, self.depth // BASE))
 
 
 def invert(
@@ -61,11 +71,12 @@ def invert(
 
 def _base_blocks(load, chunk: int, block: int, depth: int) -> Generator[None, None, jax.Array]:
     row, lane = index((BASE, LANES), 0), index((BASE, LANES), 1)
-    column = lane % BASE
-    a = choose([load(BASE * i, BASE) for i in range(chunk // BASE)], (lane % chunk) // BASE)
+    column = remainder(lane, BASE)
+    block_row = quotient(remainder(lane, chunk), BASE)
+    a = choose([load(BASE * i, BASE) for i in range(chunk // BASE)], block_row)
     product = _BlockProduct(depth)
     eye = (row == column).astype(F32)
-    inner = jnp.where(row // block == column // block, a, 0.0)
+    inner = jnp.where(same_block(row, column, block), a, 0.0)
     x = eye + inner
     if block > 2:
         power = product.gather(dot(product.left(inner), product.right(inner)))
@@ -82,7 +93,7 @@ def _base_blocks(load, chunk: int, block: int, depth: int) -> Generator[None, No
         yield
     size = block
     while size < BASE:
-        below = (row // size != column // size) & (row // (2 * size) == column // (2 * size))
+        below = ~same_block(row, column, size) & same_block(row, column, 2 * size)
         half_way = product.gather(dot(product.left(x), product.right(jnp.where(below, a, 0.0))))
         yield
         x = x + product.gather(dot(product.left(half_way), product.right(x)))
@@ -96,15 +107,16 @@ def _merge(x: jax.Array, load, chunk: int) -> Generator[None, None, jax.Array]:
     while size < chunk:
         pairs = LANES // (2 * size)
         lane = index((size, LANES), 1)
-        first = (lane // size) % 2 == 0
+        first = remainder(quotient(lane, size), 2) == 0
         narrow = x.astype(BF16)
         below = choose(
             [load((2 * i + 1) * size, size) for i in range(chunk // (2 * size))],
-            (lane % chunk) // (2 * size),
+            quotient(remainder(lane, chunk), 2 * size),
         )
 
         def gather(product: jax.Array, lane=lane, size=size, pairs=pairs) -> jax.Array:
-            return choose([rows(product, size * i, size) for i in range(pairs)], lane // (2 * size))
+            pieces = [rows(product, size * i, size) for i in range(pairs)]
+            return choose(pieces, quotient(lane, 2 * size))
 
         second = stack([narrow[:, (2 * i + 1) * size : (2 * i + 2) * size] for i in range(pairs)])
         half_way = gather(dot(second, below)).astype(BF16)

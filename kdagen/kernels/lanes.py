@@ -25,6 +25,21 @@ def index(shape: tuple[int, ...], axis: int) -> jax.Array:
     return lax.broadcasted_iota(jnp.int32, shape, axis)
 
 
+def quotient(x: jax.Array, by: int) -> jax.Array:
+    """x // by for x >= 0. The operator takes signs, which a trace without a chip cannot lower."""
+    return lax.div(x, jnp.int32(by))
+
+
+def remainder(x: jax.Array, by: int) -> jax.Array:
+    """x % by for x >= 0."""
+    return lax.rem(x, jnp.int32(by))
+
+
+def same_block(x: jax.Array, y: jax.Array, size: int) -> jax.Array:
+    """Where x and y, both >= 0, lie in the same block of ``size``."""
+    return quotient(x, size) == quotient(y, size)
+
+
 def stack(pieces: Sequence[jax.Array]) -> jax.Array:
     """The pieces one below the other."""
     return pieces[0] if len(pieces) == 1 else jnp.concatenate(list(pieces), axis=0)

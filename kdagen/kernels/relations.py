@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from kdagen.kernels.lanes import BF16, F32, NT, choose, dot, index, rows, stack
+from kdagen.kernels.lanes import BF16, F32, NT, choose, dot, index, quotient, remainder, rows, stack
 from kdagen.kernels.tiling import LANES, Job
 
 Tiles = Sequence[Sequence[Job]]
@@ -223,7 +223,8 @@ def assemble(
     products: Sequence[jax.Array], tiles: Tiles, chunk: int
 ) -> tuple[jax.Array, jax.Array]:
     """Q and N of a pack, both [C, 128] f32, chunk-heads side by side; zero above the diagonal."""
-    owner = index((chunk, LANES), 1) // chunk
+    lane, row = index((chunk, LANES), 1), index((chunk, LANES), 0)
+    owner, column = quotient(lane, chunk), remainder(lane, chunk)
     count = LANES // chunk
     parts: dict[Job, list[jax.Array]] = {}
     for tile, made in zip(tiles, products, strict=True):
@@ -237,13 +238,12 @@ def assemble(
                 mine = choose(pieces, rows(owner, 0, job.rows))
                 parts[job].append(pltpu.roll(mine, shift, 1) if shift else mine)
                 at += job.rows
-    lane, row = index((chunk, LANES), 1) % chunk, index((chunk, LANES), 0)
-    query, key = (_in_place(parts, side, lane) for side in range(2))
+    query, key = (_in_place(parts, side, column) for side in range(2))
     # products above the diagonal may be infinite: selected away, never multiplied by zero
-    return jnp.where(row >= lane, query, 0.0), jnp.where(row > lane, key, 0.0)
+    return jnp.where(row >= column, query, 0.0), jnp.where(row > column, key, 0.0)
 
 
-def _in_place(parts: dict[Job, list[jax.Array]], side: int, lane: jax.Array) -> jax.Array:
+def _in_place(parts: dict[Job, list[jax.Array]], side: int, column: jax.Array) -> jax.Array:
     """The parts of Q (side 0) or N (side 1) one below the other, [C, 128] f32."""
     bands = []
     for job in sorted(parts, key=lambda job: job.row):
@@ -254,7 +254,7 @@ def _in_place(parts: dict[Job, list[jax.Array]], side: int, lane: jax.Array) -> 
     for job in parts:
         if job.kind == "early":
             band = bands[job.index]
-            inside = rows(lane, job.row, job.rows) >= job.row
+            inside = rows(column, job.row, job.rows) >= job.row
             bands[job.index] = jnp.where(inside, band, parts[job][side])
     return stack(bands)
 
