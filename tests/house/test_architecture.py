@@ -150,7 +150,7 @@ def test_dependencies_are_those_that_are_imported(package: Imports) -> None:
     required = declared(project["dependencies"])
     # libtpu is asked for its version, and comes with the extra that compiles for a TPU. jaxlib
     # is named beside jax because the two must agree.
-    assert outside_packages(package) - {"libtpu"} == required 
+    assert outside_packages(package) - {"libtpu"} == required
 
 
 @pytest.mark.parametrize(
