@@ -1,0 +1,57 @@
+"""Points across the space on every chip: compiled by the TPU's compiler, or refused before."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kdagen.chips import CHIPS
+from kdagen.compiler.aot import worker_environment
+from tests.kernels.compile_points import POINTS
+
+PROGRAM = Path(__file__).parent / "compile_points.py"
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """Per chip and point, what ``compile_points.outcome`` found, in a process of its own."""
+    folder = tmp_path_factory.mktemp("compiles")
+    dump = tmp_path_factory.mktemp("dump")
+    environment = worker_environment(dump)
+    roots = [str(PROGRAM.parents[2]), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = ":".join(filter(None, roots))
+    child = subprocess.run(
+        [sys.executable, str(PROGRAM), str(folder / "outcomes.json")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr[-2000:]
+    return json.loads((folder / "outcomes.json").read_text())
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("name", POINTS)
+def test_what_check_passes_the_compiler_takes(outcomes, name, chip):
+    found = outcomes[chip][name]
+    assert "refused" not in found, f"check() passed it, the compiler: {found['refused']}"
+    if "violation" not in found:
+        assert found["vmem_bytes"] <= found["estimated_bytes"]
+        assert found["vmem_bytes"] <= found["vmem_limit_bytes"]
+
+
+@pytest.mark.parametrize("name", POINTS)
+def test_check_refuses_no_point_everywhere_and_only_for_vmem(outcomes, name):
+    violations = [found[name].get("violation") for found in outcomes.values()]
+    assert set(violations) <= {None, "vmem"}
+    assert None in violations
+
+
+def test_a_limit_above_what_a_chip_grants_is_refused(outcomes):
+    granted = {chip.name for chip in CHIPS.values() if chip.usable_vmem_bytes >= 64 << 20}
+    passed = {chip for chip in CHIPS if "violation" not in outcomes[chip]["a raised limit"]}
+    assert passed == granted and len(passed) < len(CHIPS)
