@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import Collection
@@ -264,8 +265,12 @@ def _values(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def _kind(result: Result) -> str:
-    # The constraint's name, or the beginning, counts alike what differs in its numbers.
-    return result.reason.split(":")[0] if result.status == "illegal" else result.reason[:80]
+    """What candidates that failed alike have in common: the constraint, or the reason without its
+    numbers and the name of the kernel."""
+    if result.status == "illegal":
+        return result.reason.split(":")[0]
+    unnamed = re.sub(r"\bkda_forward_\w+(\.\d+)?:? ?", "", result.reason)
+    return re.sub(r"\b(0x[0-9a-f]+|\d[\d.]*(e[+-]?\d+)?)\b", "#", unnamed)[:80]
 
 
 def _shown(error: float | None) -> str:
