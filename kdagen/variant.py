@@ -16,10 +16,17 @@ from kdagen.problem import Problem, canonical_json
 
 MIB = 1 << 20
 
-# The largest loop body, in bundles, that has been seen to run on a TPU at its modelled speed; and
-# the bundles that 64 tokens of one head take in a loop of this kernel, seen over its whole space.
-MAX_LOOP_BUNDLES = 9400
-_BUNDLES_PER_UNIT = 240
+# The largest loop body, in bundles, with a published time that the model meets; a larger one may
+# wait for its instructions. Beside it what 64 tokens of one head take in a loop of this kernel, by
+# factorisation: the number is known only when it has been compiled.
+MAX_LOOP_BUNDLES = 9700
+_BUNDLES_PER_UNIT = {
+    "v4": {"bounded": 540, "unbounded": 620},
+    "v5e": {"bounded": 340, "unbounded": 380},
+    "v5p": {"bounded": 340, "unbounded": 380},
+    "v6e": {"bounded": 230, "unbounded": 270},
+    "v7x": {"bounded": 230, "unbounded": 270},
+}
 
 _FEW_HEADS = 8
 
@@ -309,7 +316,8 @@ def _decay(variant: Variant, problem: Problem, chip: Chip) -> str | None:
 
 
 def _code_size(variant: Variant, problem: Problem, chip: Chip) -> str | None:
-    bundles = variant.heads * variant.chunks * variant.chunk // 64 * _BUNDLES_PER_UNIT
+    unit = _BUNDLES_PER_UNIT[chip.name][variant.decay]
+    bundles = variant.heads * variant.chunks * variant.chunk // 64 * unit
     if bundles > MAX_LOOP_BUNDLES:
         return (
             f"heads={variant.heads}, chunks={variant.chunks}, chunk={variant.chunk}: about "

@@ -210,7 +210,8 @@ class _Decoder:
     def operand(self, text: str, addresses: list[tuple[int, int, tuple[int, ...]]]) -> int:
         """The slot of a register, a number or an address."""
         negate = text.startswith("!")
-        text = text.lstrip("!").strip()
+        # a register or number may be followed by the allocation that it points into
+        text = re.sub(r"^(%?\w+)\s+\[#allocation\d+\]$", r"\1", text.lstrip("!").strip())
         if _REGISTER.fullmatch(text):
             if negate:
                 raise WalkError(f"negated operand {text} in {self.listing.name}")

@@ -94,6 +94,9 @@ def test_a_bundle_reads_before_it_writes():
         ("sand.u32 %s1_s1, 5", 5),
         ("smul.u32 %s1_s1, 4294967295", 4294967289),
         ("scalar_select %p9_p9, %s1_s1, 2", 7),
+        # what a number or a register points into may stand behind it
+        ("sadd.s32 %s1_s1, 40 [#allocation0]", 47),
+        ("sadd.s32 %s1_s1 [#allocation0], 40", 47),
     ],
 )
 def test_arithmetic_is_that_of_32_bits(operation, expected):
