@@ -13,11 +13,13 @@ import numpy as np
 from kdagen.chips import get_chip
 from kdagen.generate import generate, load
 from kdagen.measure import operands
+from kdagen.measure.verify import BOUNDS
 from kdagen.problem import Problem
 from kdagen.reference.oracle import recurrent_float64
 from kdagen.variant import Variant, check
 
 CHIP = get_chip("v6e")
+BOUND = BOUNDS["bfloat16"]
 
 # Log decays of -c a token, resets of -1e4 in a tenth of the tokens and, in "mixed", every strength
 # from hardly any to e^-20 in neighbouring channels, with resets of single channels.
@@ -120,3 +122,14 @@ def errors(problem: Problem, variant: Variant, values: dict[str, Any]) -> dict[s
     got = call(problem, variant, values)
     assert got.keys() == expected.keys()
     return {name: relative_error(got[name], x) for name, x in expected.items()}
+
+
+def assert_close(found: dict[str, dict[str, float]], bound: float = BOUND) -> None:
+    """``found`` holds errors by kind of gate and by tensor."""
+    wrong = {
+        (kind, name): error
+        for kind, tensors in found.items()
+        for name, error in tensors.items()
+        if not error <= bound
+    }
+    assert not wrong, f"above {bound}: {wrong}"

@@ -12,10 +12,11 @@ import pytest
 from jax.experimental import pallas as pl
 
 from kdagen.measure import operands
-from kdagen.measure.verify import BOUNDS
 from kdagen.problem import Problem
 from kdagen.variant import Variant
 from tests.kernels.calls import (
+    BOUND,
+    assert_close,
     call,
     compiled,
     draw,
@@ -25,9 +26,7 @@ from tests.kernels.calls import (
     relative_error,
     traceable,
 )
-from tests.kernels.pairs import cases
 
-BOUND = BOUNDS["bfloat16"]
 # Nearly parallel keys, strong writes and slow decay: the inverse has a large norm.
 BOUND_ILL_CONDITIONED = 2e-2
 LENGTHS = (1, 2, 7, 16, 63, 64, 65, 127, 128, 129, 191, 200)
@@ -47,17 +46,6 @@ SWEEP = [(t, *SMALL_CALLS[i % 2 * (1 + i // 2 % 2)]) for i, t in enumerate(LENGT
 def gate_of(argument: object) -> str:
     """The name of a parametrized argument in the name of its test."""
     return getattr(argument, "gate", "") or ("" if isinstance(argument, Variant) else str(argument))
-
-
-def assert_close(found: dict[str, dict[str, float]], bound: float = BOUND) -> None:
-    """``found`` holds errors by kind of gate and by tensor."""
-    wrong = {
-        (kind, name): error
-        for kind, tensors in found.items()
-        for name, error in tensors.items()
-        if not error <= bound
-    }
-    assert not wrong, f"above {bound}: {wrong}"
 
 
 def test_the_interpreter_fills_what_nobody_wrote_with_nan():
@@ -88,21 +76,6 @@ def test_every_length_at_every_gate(tokens, problem, variant):
 @pytest.mark.parametrize(("problem", "variant"), SMALL_CALLS, ids=gate_of)
 def test_every_gate_over_several_blocks(problem, variant):
     assert_close({kind: errors(problem, variant, draw(problem, kind)) for kind in kinds(problem)})
-
-
-@pytest.mark.parametrize("case", range(len(cases())))
-def test_every_pair_of_parameters(case):
-    problem, variant = cases()[case]
-    values = {kind: draw(problem, kind, case) for kind in _telling(problem)}
-    found = {kind: errors(problem, variant, given) for kind, given in values.items()}
-    assert_close(found)
-
-
-def _telling(problem: Problem) -> tuple[str, ...]:
-    """One kind of gate under which state lives on, and one that reaches both ends."""
-    if problem.gate == "log_decay":
-        return "0.05", "mixed"
-    return "slow", "fast and slow channels"
 
 
 @pytest.mark.parametrize(("problem", "variant"), SMALL_CALLS, ids=gate_of)
@@ -136,13 +109,10 @@ def test_nothing_leaks_through_a_reset(reset):
 
 
 def test_a_slow_channel_beside_a_fast_one_keeps_its_state():
-    """Where one channel of a sub-block decays by e^-5 a token and its neighbour hardly at all, the
-    factors of the first leave the range of f32 and those of the second do not."""
-    problem = dataclasses.replace(BOUNDED, tokens=200)
+    """Held channel by channel: the error of the whole would not show the fast ones, which hold
+    hardly any of the state."""
+    problem = BOUNDED
     values = draw(problem, "fast and slow channels")
-    found = errors(problem, SMALL, values)
-    # the slow channels alone hold nearly all of the state
-    assert_close({"": found})
     expected = reference(problem, values)["final_state"]
     slow = np.asarray(values["delta_time_bias"]) < 0
     got = np.asarray(call(problem, SMALL, values)["final_state"])
