@@ -29,6 +29,7 @@ _BUNDLES_PER_UNIT = {
 }
 
 _FEW_HEADS = 8
+_CHUNKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32)
 
 # VMEM that the compiler spills registers to, per pack: the most seen over the space, and a margin.
 # The scheduler of v4 keeps far more values alive.
@@ -159,13 +160,14 @@ class Variant:
 def space(problem: Problem, chip: Chip) -> dict[str, tuple[Any, ...]]:
     """Every parameter with the ordered values that a search over this problem tries.
 
-    The product holds illegal points; ``check`` tells. Heads are divisors of the problem's.
+    The product holds illegal points; ``check`` tells. Heads are divisors of the problem's, and the
+    chunks of a program no more than its sequence has.
     """
     bounded = problem.gate == "bounded"
     return {
         "chunk": (64, 128),
         "heads": tuple(_divisors(problem.value_heads, 32)),
-        "chunks": (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32),
+        "chunks": tuple(n for n in _CHUNKS if n == 1 or 64 * (n - 1) < problem.tokens),
         "decay": ("bounded",) if bounded else ("unbounded",),
         "sub_block": (16, 32) if bounded else (8,),
         "inverse": ("neumann", "recursive"),
@@ -194,7 +196,10 @@ def legal_variants(problem: Problem, chip: Chip) -> Iterator[Variant]:
     names, values = zip(*space(problem, chip).items(), strict=True)
     for point in itertools.product(*values):
         variant = Variant(**dict(zip(names, point, strict=True)))
-        if check(variant, problem, chip) is None:
+        if check(variant, problem, chip) is not None:
+            continue
+        plain = dataclasses.replace(variant, vmem_limit_mib=0)
+        if variant == plain or check(plain, problem, chip) is not None:
             yield variant
 
 
