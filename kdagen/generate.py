@@ -135,12 +135,8 @@ def load(generated: Generated) -> ModuleType:
         module = importlib.util.module_from_spec(spec)
         run = functools.partial(spec.loader.exec_module, module)
     except OSError:
-        filename = f"<kdagen {generated.module_name}>"
-        lines = generated.source.splitlines(keepends=True)
-        linecache.cache[filename] = (len(generated.source), None, lines, filename)
         module = ModuleType(name)
-        module.__file__ = filename
-        run = functools.partial(exec, compile(generated.source, filename, "exec"), module.__dict__)
+        run = functools.partial(_run_from_memory, generated, module)
     sys.modules[name] = module
     try:
         run()
@@ -150,6 +146,14 @@ def load(generated: Generated) -> ModuleType:
             f"generated module {generated.module_name} does not import: {error}"
         ) from error
     return module
+
+
+def _run_from_memory(generated: Generated, module: ModuleType) -> None:
+    filename = f"<kdagen {generated.module_name}>"
+    lines = generated.source.splitlines(keepends=True)
+    linecache.cache[filename] = (len(generated.source), None, lines, filename)
+    module.__file__ = filename
+    exec(compile(generated.source, filename, "exec"), module.__dict__)
 
 
 def cache_directory() -> Path:
@@ -189,8 +193,8 @@ def _facts(problem: Problem) -> dict[str, Any]:
 def _again(problem: Problem, variant: Variant, chip: Chip) -> str:
     """The command that prints this source: any problem of the same facts gives it."""
     asked = {**_facts(problem), "heads": variant.heads, "tokens": variant.chunk}
-    if problem.lower_bound is not None:
-        asked["lower_bound"] = problem.lower_bound
+    if problem.gate == "bounded":
+        asked["lower_bound"] = -5.0  # the bound is an operand of the call
     return (
         f"kdagen render --chip {chip.name} --problem '{canonical_json(asked)}' "
         f"--variant '{variant.to_json()}'"

@@ -33,9 +33,9 @@ _CHUNKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32)
 
 # VMEM that the compiler spills registers to, per pack: the most seen over the space, and a margin.
 # The scheduler of v4 keeps far more values alive.
-_SPILL_BYTES_PER_PACK = {"v4": 480 * 1024}
-_OTHER_SPILL_BYTES_PER_PACK = 272 * 1024
-_LEAST_SPILL_BYTES = 320 * 1024
+_SPILL_BYTES_PER_PACK = {"v4": 512 * 1024}
+_OTHER_SPILL_BYTES_PER_PACK = 280 * 1024
+_LEAST_SPILL_BYTES = 512 * 1024
 
 
 class VariantError(KdagenError, ValueError):
