@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from itertools import pairwise
 from pathlib import Path
 
 # Columns that count an operation once, in the bundle that issues it. A matrix or cross-lane
 # operation is counted in later bundles too while it occupies its unit.
 _OCCUPYING = frozenset({"MXU", "MATMUL", "MATPUSH", "XLU"})
-# How far ahead to look for the same row again where the two listings differ by more than stalls.
-_RESYNC = 64
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,8 @@ def stall_cycles(final: SlotTable, before: SlotTable) -> tuple[int, ...]:
     """Cycles of every final bundle, the stall behind it included.
 
     Both listings hold the same bundles in the same order, ``before`` with empty ones between. Rows
-    are matched on the units that count an operation once.
+    are matched on the units that count an operation once, as the longest runs that agree: an
+    operation that has moved between the listings must not shift all that comes after it.
     """
     kept = [index for index, unit in enumerate(final.units) if unit not in _OCCUPYING]
 
@@ -73,14 +73,14 @@ def stall_cycles(final: SlotTable, before: SlotTable) -> tuple[int, ...]:
         return [(index, row) for index, row in enumerate(projected) if any(row)]
 
     finals, befores = busy(final), busy(before)
-    positions: dict[int, int] = {}
-    ahead = 0
-    for index, row in finals:
-        for offset in range(ahead, min(ahead + _RESYNC, len(befores))):
-            if befores[offset][1] == row:
-                positions[index] = befores[offset][0]
-                ahead = offset + 1
-                break
+    matcher = SequenceMatcher(
+        None, [row for _, row in finals], [row for _, row in befores], autojunk=False
+    )
+    positions = {
+        finals[block.a + offset][0]: befores[block.b + offset][0]
+        for block in matcher.get_matching_blocks()
+        for offset in range(block.size)
+    }
     anchors = sorted(positions.items())
     anchors.append((len(final.rows), len(before.rows)))
     durations = [1] * len(final.rows)

@@ -42,6 +42,16 @@ def test_a_row_that_one_listing_lacks_does_not_shift_the_rest():
     assert stall_cycles(final, before) == (3, 1, 1)
 
 
+def test_an_operation_that_moved_does_not_take_the_place_of_a_later_one():
+    rows = [(0, 1 + i % 4, i // 4 % 3) for i in range(60)]
+    # the operation of row 5 stands one row earlier in the final listing
+    final = [*rows[:4], (0, 4, 2), (0, 1, 1), *rows[6:]]
+    before = [row for row in rows for row in (row, (0, 0, 0))]
+    durations = stall_cycles(table(*final), table(*before))
+    assert sum(durations) == len(before)
+    assert set(durations[6:]) == {2}
+
+
 def test_occupancy_has_the_cycles_of_the_stalls():
     before = table((1, 1, 0), (1, 0, 0), (0, 2, 1))
     assert occupancy(before, (2, 1)).rows == ((2, 1, 0), (0, 2, 1))
