@@ -18,7 +18,7 @@ MAX_HEAD_DIM = 256
 
 # Facts a kernel is not specialised on: it walks chunks whatever the length or batch, and takes the
 # bound as an operand. They are kept in a Problem because a modelled time needs them.
-_NOT_IN_KEY = ("batch", "tokens", "lower_bound")
+_NOT_IN_KEY = ("batch", "tokens", "lower_bound", "layout", "residuals")
 
 
 class ProblemError(KdagenError, ValueError):

@@ -33,9 +33,11 @@ _CHUNKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32)
 
 # VMEM that the compiler spills registers to, per pack: the most seen over the space, and a margin.
 # The scheduler of v4 keeps far more values alive.
-_SPILL_BYTES_PER_PACK = {"v4": 512 * 1024}
-_OTHER_SPILL_BYTES_PER_PACK = 280 * 1024
+# Where the items of a stage start close together, more of them are alive at once.
+_SPILL_BYTES_PER_PACK = {"v4": 640 * 1024}
+_OTHER_SPILL_BYTES_PER_PACK = 360 * 1024
 _LEAST_SPILL_BYTES = 512 * 1024
+_NARROW_SPAN, _NARROW_SPILLS = 4, 2
 
 
 class VariantError(KdagenError, ValueError):
@@ -368,4 +370,7 @@ def vmem_bytes(variant: Variant, problem: Problem, chip: Chip) -> int:
     if problem.gate != "log_decay":
         blocks += 2 * variant.heads * 8 * key_dim * wide
     spill = _SPILL_BYTES_PER_PACK.get(chip.name, _OTHER_SPILL_BYTES_PER_PACK)
+    spans = (variant.recurrence_span, variant.relation_span or variant.recurrence_span)
+    if min(spans) < _NARROW_SPAN:
+        spill *= _NARROW_SPILLS
     return state + handover + blocks + _LEAST_SPILL_BYTES + packs * spill

@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kdagen.kernels import lockstep, recurrence
-from kdagen.kernels.lanes import BF16, F32, index, stack
+from kdagen.kernels.lanes import BF16, F32, index, remainder, stack
 from kdagen.kernels.tiling import LANES
 
 DRAIN = 2
@@ -99,7 +98,7 @@ class Step:
         self._geometry, self._refs, self._tokens = geometry, refs, tokens
         step = pl.program_id(2)
         # blocks t and t - 2 use one slot, block t - 1 the other
-        self._slot, self._other = lax.rem(step, 2), lax.rem(step + 1, 2)
+        self._slot, self._other = remainder(step, 2), remainder(step + 1, 2)
         self._entering = jnp.minimum(step, pl.num_programs(2) - 1 - DRAIN)
         self._leaving = step - DRAIN
 
@@ -314,20 +313,22 @@ def call(
     if geometry.final_state:
         out_specs.append(whole)
         out_shape.append(struct((batch, 1, heads, key_dim, value_dim), F32))
-    results = pl.pallas_call(
-        functools.partial(_kernel, geometry, stages, slots, tokens, scale, lower_bound),
-        grid=(batch, groups, blocks + DRAIN),
-        in_specs=in_specs,
-        out_specs=out_specs,
-        out_shape=out_shape,
-        scratch_shapes=scratch(geometry, key_dim, value_dim),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=geometry.vmem_limit_bytes,
-        ),
-        name=geometry.name,
-        interpret=interpret,
-    )(*operands)
+    # Mosaic takes no 64-bit index; under jax_enable_x64 every literal would be one
+    with jax.enable_x64(False):
+        results = pl.pallas_call(
+            functools.partial(_kernel, geometry, stages, slots, tokens, scale, lower_bound),
+            grid=(batch, groups, blocks + DRAIN),
+            in_specs=in_specs,
+            out_specs=out_specs,
+            out_shape=out_shape,
+            scratch_shapes=scratch(geometry, key_dim, value_dim),
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel", "parallel", "arbitrary"),
+                vmem_limit_bytes=geometry.vmem_limit_bytes,
+            ),
+            name=geometry.name,
+            interpret=interpret,
+        )(*operands)
     output = results[0][:, :, :tokens] if length > tokens else results[0]
     return output, results[1] if geometry.final_state else None
 

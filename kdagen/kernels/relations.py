@@ -236,7 +236,7 @@ def assemble(
             for _ in ("query", "key"):
                 pieces = [rows(made, x * height + at, job.rows) for x in range(count)]
                 mine = choose(pieces, rows(owner, 0, job.rows))
-                parts[job].append(pltpu.roll(mine, shift, 1) if shift else mine)
+                parts[job].append(pltpu.roll(mine, jnp.int32(shift), 1) if shift else mine)
                 at += job.rows
     query, key = (_in_place(parts, side, column) for side in range(2))
     # products above the diagonal may be infinite: selected away, never multiplied by zero
