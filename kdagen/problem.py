@@ -162,8 +162,9 @@ class Problem:
         """Canonical JSON of the facts that change the generated code or its speed per chunk.
 
         Tokens, batch and the value of the bound are left out: kernels walk chunks whatever their
-        number, and take the bound as a constant that costs the same whatever it is. Of a packing
-        only the fact that there is one is kept.
+        number, and take the bound as a constant that costs the same whatever it is. So are layout
+        and residual policy, which the kernels of this version do not depend on. Of a packing only
+        the fact that there is one is kept.
         """
         fields = {k: v for k, v in self.to_dict().items() if k not in _NOT_IN_KEY}
         fields["segments"] = self.segments is not None

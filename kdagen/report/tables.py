@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kdagen.chips import get_chip
@@ -151,7 +152,7 @@ def chips(reasons_by_chip: Mapping[str, str | None]) -> Table:
             f"{chip.vmem_bytes / words.MIB:.0f} / "
             f"{chip.default_vmem_limit_bytes / words.MIB:.0f} MiB",
             f"{chip.mxu_count} of {chip.mxu_size}x{chip.mxu_size}",
-            "yes" if reason is None else f"no: {reason}",
+            "yes" if reason is None else escape(f"no: {reason}"),
             words.calibration(chip),
         )
     return table

@@ -15,6 +15,7 @@ from kdagen.reference import chunked
 from kdagen.reference.options import Options
 from kdagen.reference.recurrent import recurrent
 from kdagen.reference.varying import as_varying, summed_like, varying_axes
+from kdagen.runtime.target import warn_once
 
 Operands = dict[str, jax.Array | None]
 Outputs = tuple[jax.Array, jax.Array | None]
@@ -128,6 +129,11 @@ def _attend_forward(rule: Rule, operands: Any, boundaries: Any) -> tuple[Outputs
     wanted = tuple(name for name, x in operands.items() if x is not None and x.perturbed)
     edges = None if boundaries is None else boundaries.value
     keep = rule.implementation == "xla_chunked" and rule.options.residuals == "save"
+    if wanted and rule.kernel is not None:
+        warn_once(
+            "kimi_delta_attention has no backward kernel in this version: the gradient of a Pallas "
+            "forward runs on 'xla_chunked'"
+        )
 
     def run(values: Operands, edges: jax.Array | None) -> Any:
         return _forward(values, edges, rule, keep and bool(wanted))

@@ -2,7 +2,8 @@
 
 In this order:
 
-1. a tuned row of the same key (`Problem.key`), made with today's generator;
+1. a tuned row of the same key (`Problem.key`), made with today's generator, of the first table
+   that has one;
 2. the nearest row of the chip: the same key tuned with another generator, else the fewest facts
    that differ, heads and widths counted by their ratio;
 3. `kdagen.variant.default_variant`.
@@ -19,7 +20,7 @@ import functools
 import importlib.metadata
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -118,11 +119,13 @@ def _choose(problem: Problem, chip: Chip, settings: Settings) -> Choice:
         default = default_variant(problem, chip)
     except VariantError as error:
         raise NoKernelError(str(error)) from error
-    rows = list(_rows(chip, settings))
-    same_key = [row for row in rows if row.problem_key == problem.key()]
-    current = [row for row in same_key if row.generator == generator]
-    if (found := _first_legal(_by_trust(current, problem), problem, chip)) is not None:
-        return Choice(found[1], "tuned")
+    tables = _tables(chip, settings)
+    for table in tables:
+        same_key = [row for row in table if row.problem_key == problem.key()]
+        current = [row for row in same_key if row.generator == generator]
+        if (found := _first_legal(_by_trust(current, problem), problem, chip)) is not None:
+            return Choice(found[1], "tuned")
+    rows = [row for table in tables for row in table]
     asked = f"kdagen: {problem.to_json()} is not tuned for {chip.name}"
     nearest = sorted(_by_trust(rows, problem), key=lambda row: _distance(row, problem))
     if (found := _first_legal(nearest, problem, chip)) is not None:
@@ -135,17 +138,16 @@ def _choose(problem: Problem, chip: Chip, settings: Settings) -> Choice:
     return Choice(default, "default", f"{asked}; it runs on the default variant.")
 
 
-def _rows(chip: Chip, settings: Settings) -> Iterator[Row]:
+def _tables(chip: Chip, settings: Settings) -> list[list[Row]]:
+    """The chip's rows of every table, the user's first: it is asked before the packaged ones."""
     own = settings.db or user_table()
-    if own is not None:
-        yield from _of_chip(own, chip, immutable=False)
-    for path in packaged_tables():
-        yield from _of_chip(path, chip, immutable=True)
+    found = [] if own is None else [_of_chip(own, chip, immutable=False)]
+    return found + [_of_chip(path, chip, immutable=True) for path in packaged_tables()]
 
 
-def _of_chip(path: Path, chip: Chip, *, immutable: bool) -> Iterator[Row]:
-    for rows in read_table(path, immutable).get(chip.name, {}).values():
-        yield from rows
+def _of_chip(path: Path, chip: Chip, *, immutable: bool) -> list[Row]:
+    by_key = read_table(path, immutable).get(chip.name, {})
+    return [row for rows in by_key.values() for row in rows]
 
 
 def _by_trust(rows: Iterable[Row], problem: Problem) -> list[Row]:

@@ -9,6 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 
+def _comparable(x: jax.Array) -> jax.Array:
+    """Integers to compare with a length: short ones would wrap it, long ones stay long."""
+    return x.astype(jnp.int32) if x.dtype.itemsize < 4 else x
+
+
 def is_concrete(x: Any) -> bool:
     """Whether the values can be looked at while tracing."""
     return not isinstance(x, jax.core.Tracer)
@@ -51,9 +56,10 @@ def boundaries_from_ids(
             )
         edges: Any = np.arange(1, slots + 2)
         return np.stack([np.searchsorted(row, edges) for row in ordered]).astype(np.int32), None
-    ids = segment_ids.astype(jnp.int32)
+    given = _comparable(segment_ids)
+    in_range = jnp.all((given >= 0) & (given <= slots), axis=1)
+    ids = given.astype(jnp.int32)
     ordered = jnp.where(ids == 0, slots + 1, ids)
-    in_range = jnp.all((ids >= 0) & (ids <= slots), axis=1)
     valid = in_range & jnp.all(ordered[:, 1:] >= ordered[:, :-1], axis=1)
     edges = jnp.arange(1, slots + 2, dtype=jnp.int32)
     found = jax.vmap(lambda row: jnp.searchsorted(row, edges))(ordered).astype(jnp.int32)
@@ -85,7 +91,7 @@ def boundaries_from_lengths(
                 f"cu_seqlens: got a last value of {edges.max()}; it may be at most T = {tokens}"
             )
         return np.broadcast_to(edges, (batch, edges.shape[1])).astype(np.int32), None
-    edges = cu_seqlens[None] if cu_seqlens.ndim == 1 else cu_seqlens
+    edges = _comparable(cu_seqlens[None] if cu_seqlens.ndim == 1 else cu_seqlens)
     rising = jnp.all(edges[:, 1:] >= edges[:, :-1], axis=1)
     valid = rising & (edges[:, 0] == 0) & (edges[:, -1] <= tokens)
     return jnp.where(valid[:, None], edges, 0).astype(jnp.int32), valid

@@ -35,7 +35,10 @@ HERE = Environment(
 
 
 @pytest.fixture(autouse=True)
-def fresh():
+def fresh(monkeypatch):
+    # what ships with the package would serve some of these problems
+    monkeypatch.setattr(dispatch, "packaged_tables", list)
+    dispatch.configure()
     forget_warnings()
     yield
     dispatch.configure()
@@ -73,6 +76,14 @@ def test_a_tuned_row_is_taken_without_a_word(table, recwarn):
 def test_measured_goes_before_modelled(table):
     table((HERE, PROBLEM, FASTER, "compiler"), (HERE, PROBLEM, OTHER, "hardware"))
     assert dispatch.choose(PROBLEM, V6E).variant == OTHER
+
+
+def test_the_users_row_goes_before_a_packaged_one(table, tmp_path, monkeypatch):
+    packaged = table((HERE, PROBLEM, OTHER, "hardware"))
+    packaged = packaged.rename(tmp_path / "packaged.sqlite")
+    monkeypatch.setattr(dispatch, "packaged_tables", lambda: [packaged])
+    table((HERE, PROBLEM, FASTER, "compiler"))
+    assert dispatch.choose(PROBLEM, V6E).variant == FASTER
 
 
 def test_the_compiler_at_hand_goes_before_another(table):

@@ -13,6 +13,7 @@ import pytest
 
 from kdagen.runtime.autodiff import STATES_NAME
 from kdagen.runtime.kda import kimi_delta_attention
+from kdagen.runtime.segments import boundaries_from_lengths
 from kdagen.runtime.target import KdagenWarning, NoKernelError, forget_warnings
 from tests.reference.cases import make_case
 from tests.runtime.run import call
@@ -66,6 +67,14 @@ def test_ids_and_lengths_agree(case):
     same(by_ids, by_lengths, 0)
     same(by_ids, by_traced_ids, 0)
     same(by_ids, by_traced_lengths, 0)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16"])
+def test_traced_boundaries_of_a_narrow_type_are_not_wrapped(dtype):
+    edges = np.array([0, 100, 200])
+    of = lambda x: boundaries_from_lengths(x, 1, 300)  # noqa: E731
+    found, valid = jax.jit(of)(edges.astype(dtype))
+    assert found.tolist() == [[0, 100, 200]] and valid.all()
 
 
 def test_traced_segments_that_break_the_rules_are_nan(case):

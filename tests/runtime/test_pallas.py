@@ -9,10 +9,14 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import pytest
 
 from kdagen.chips import get_chip
 from kdagen.generate import code_hash, variant_id
 from kdagen.problem import Problem
+from kdagen.runtime.kda import kimi_delta_attention
+from kdagen.runtime.target import KdagenWarning, forget_warnings
 from kdagen.store.tuned import Environment, Store
 from kdagen.variant import check, default_variant
 from tests.reference.cases import assert_close, make_case
@@ -91,3 +95,39 @@ def test_a_trace_that_does_not_know_its_chip_lowers_for_either():
     done = run_program("-c", WITHOUT_A_MESH)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[:3] == ["kernel", "1 warning", "0.0 here"]
+
+
+WITH_X64 = """
+import jax, jax.numpy as jnp, numpy as np
+from kdagen.runtime.kda import kimi_delta_attention
+jax.config.update("jax_enable_x64", True)
+keys = jax.random.split(jax.random.key(0), 4)
+q, k, v = (jax.random.normal(key, (1, 1, 40, 128), jnp.bfloat16) for key in keys[:3])
+gate = -jnp.abs(jax.random.normal(keys[3], (1, 1, 40, 128), jnp.bfloat16))
+beta = jnp.full((1, 1, 40), 0.5, jnp.bfloat16)
+def run(name):
+    out = kimi_delta_attention(
+        q, k, v, gate, beta, use_qk_l2norm=True, output_final_state=True, implementation=name
+    )
+    return [np.asarray(x, np.float64) for x in out]
+for x, y in zip(run("pallas"), run("recurrent")):
+    print(np.sqrt(np.mean((x - y) ** 2) / np.mean(y**2)) < 5e-3)
+"""
+
+
+def test_kernels_are_right_with_64_bit_types_enabled():
+    done = run_program("-c", WITH_X64)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", "True"]
+
+
+def test_a_gradient_through_a_kernel_says_where_it_runs():
+    forget_warnings()
+    arrays = [jnp.zeros((1, 1, 8, 128), jnp.bfloat16)] * 4 + [jnp.zeros((1, 1, 8), jnp.bfloat16)]
+
+    def loss(value):
+        output, _ = kimi_delta_attention(*arrays[:2], value, *arrays[3:], implementation="pallas")
+        return output.sum()
+
+    with pytest.warns(KdagenWarning, match="no backward kernel"):
+        jax.eval_shape(jax.grad(loss), arrays[2])
