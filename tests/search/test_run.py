@@ -45,6 +45,8 @@ def start(folder: Path, *options: str, root: Path = ROOT) -> subprocess.Popen[st
         stderr=subprocess.STDOUT,
         text=True,
         cwd=root,
+        # a shell's background job ignores Ctrl-C, and so would what it starts
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
