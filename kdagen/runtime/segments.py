@@ -91,7 +91,7 @@ def boundaries_from_lengths(
                 f"cu_seqlens: got a last value of {edges.max()}; it may be at most T = {tokens}"
             )
         return np.broadcast_to(edges, (batch, edges.shape[1])).astype(np.int32), None
-    edges = _comparable(cu_seqlens[None] if cu_seqlens.ndim == 1 else cu_seqlens)
-    rising = jnp.all(edges[:, 1:] >= edges[:, :-1], axis=1)
-    valid = rising & (edges[:, 0] == 0) & (edges[:, -1] <= tokens)
-    return jnp.where(valid[:, None], edges, 0).astype(jnp.int32), valid
+    given: Any = _comparable(cu_seqlens[None] if cu_seqlens.ndim == 1 else cu_seqlens)
+    rising = jnp.all(given[:, 1:] >= given[:, :-1], axis=1)
+    valid = rising & (given[:, 0] == 0) & (given[:, -1] <= tokens)
+    return jnp.where(valid[:, None], given, 0).astype(jnp.int32), valid
