@@ -7,21 +7,23 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from kdagen.kernels.lanes import BF16, F32, LOG2_E, dot, index, rows, same_block, stack
 
 NORM_EPSILON = 1e-6
 
 
-def inverse_norms(xs: Sequence[jax.Array]) -> list[jax.Array]:
+def inverse_norms(xs: Sequence[jax.Array], *, dtype: DTypeLike = BF16) -> list[jax.Array]:
     """1 / sqrt(sum(x^2) + 1e-6) by rows of each x [C, K] f32, in every lane: [C, K] f32.
 
     The sums are one product with ones: it leaves them in all lanes, where a lane reduction would
-    make the XLU the limit of the kernel. Squares round to bf16 one by one; over 128 of them that
-    averages to 1e-4 of the norm.
+    make the XLU the limit of the kernel. Squares round to ``dtype`` one by one; in bf16, over 128
+    of them, that averages to 1e-4 of the norm.
     """
     tokens, key_dim = xs[0].shape
-    sums = dot(stack([x * x for x in xs]), jnp.ones((key_dim, key_dim), BF16))
+    ones = jnp.ones((key_dim, key_dim), dtype)
+    sums = dot(stack([x * x for x in xs]), ones, dtype=dtype)
     roots = lax.rsqrt(sums + NORM_EPSILON)
     return [rows(roots, i * tokens, tokens) for i in range(len(xs))]
 
@@ -50,15 +52,21 @@ def bounded(raw: jax.Array, rate: jax.Array, bias: jax.Array, lower_bound: float
     return (lower_bound * LOG2_E) / (1.0 + jnp.exp2(z))
 
 
-def cumulative(decay: jax.Array, block: int, *, exact: bool = False) -> jax.Array:
+def cumulative(
+    decay: jax.Array, block: int, *, exact: bool = False, dtype: DTypeLike = BF16
+) -> jax.Array:
     """Sums of ``decay`` [C, K] from the start of each block of rows to each row, f32.
 
-    One product with a block-diagonal triangle of ones. An f32 operand is split in two bf16 parts,
-    which sit one below the other in the contraction; ``exact`` says that it is bf16-valued already.
+    One product with a block-diagonal triangle of ones, in ``dtype``. For a product in bf16 an f32
+    operand is split in two bf16 parts, which sit one below the other in the contraction; ``exact``
+    says that it is bf16-valued already.
     """
     tokens = decay.shape[0]
     row, column = index((tokens, tokens), 0), index((tokens, tokens), 1)
-    ones = ((row >= column) & same_block(row, column, block)).astype(F32).astype(BF16)
+    ones = ((row >= column) & same_block(row, column, block)).astype(F32)
+    if dtype == F32:
+        return dot(ones, decay, dtype=F32)
+    ones = ones.astype(BF16)
     high = decay.astype(BF16)
     if exact:
         return dot(ones, high)

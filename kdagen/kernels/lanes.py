@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 LOG2_E = 1.4426950408889634
@@ -15,9 +16,16 @@ NN = (((1,), (0,)), ((), ()))
 NT = (((1,), (1,)), ((), ()))
 
 
-def dot(a: jax.Array, b: jax.Array, dims=NN) -> jax.Array:
-    """a @ b (``NN``) or a @ b^T (``NT``) of bf16 operands, accumulated in f32."""
-    return lax.dot_general(a.astype(BF16), b.astype(BF16), dims, preferred_element_type=F32)
+def dot(a: jax.Array, b: jax.Array, dims=NN, dtype: DTypeLike = BF16) -> jax.Array:
+    """a @ b (``NN``) or a @ b^T (``NT``) of operands cast to ``dtype``, accumulated in f32.
+
+    ``dtype`` is bf16, one pass of the MXU, or f32, six. The precision is named either way: left
+    out, it would be that of ``jax.default_matmul_precision`` where the kernel is traced.
+    """
+    precision = lax.Precision.HIGHEST if dtype == F32 else lax.Precision.DEFAULT
+    return lax.dot_general(
+        a.astype(dtype), b.astype(dtype), dims, precision=precision, preferred_element_type=F32
+    )
 
 
 def index(shape: tuple[int, ...], axis: int) -> jax.Array:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 import jax
+from jax.typing import DTypeLike
 
 from kdagen.kernels.lanes import BF16, dot, stack
 
@@ -23,12 +24,14 @@ from kdagen.kernels.lanes import BF16, dot, stack
 class Handover:
     """What the earlier stages left in scratch for one chunk-head; each call reads it once.
 
+    Operands of a product are in its dtype, or wider.
+
     Attributes:
-      decayed: [2C, K] bf16, (q 2^G) above (k 2^G).
+      decayed: [2C, K], (q 2^G) above (k 2^G).
       value: [C, V] f32.
-      inverse: [C, C] bf16, (I + N diag(b))^-1.
-      relations: [C, C] bf16, Q diag(b).
-      keys_to_end: [K, C] bf16, (k 2^(total - G))^T diag(b).
+      inverse: [C, C], (I + N diag(b))^-1.
+      relations: [C, C], Q diag(b).
+      keys_to_end: [K, C], (k 2^(total - G))^T diag(b).
       decay: [K, 1] f32, 2^total.
     """
 
@@ -41,20 +44,27 @@ class Handover:
 
 
 def advance(
-    handover: Handover, state, head: int, emit: Callable[[jax.Array], None]
+    handover: Handover,
+    state,
+    head: int,
+    emit: Callable[[jax.Array], None],
+    *,
+    dtype: DTypeLike = BF16,
+    inverse_dtype: DTypeLike = BF16,
 ) -> Generator[None, None, None]:
     """Takes one chunk: emits its output [C, V] f32 and replaces ``state[head]`` [K, V] f32.
 
-    Yields after each of its three products.
+    Operands of the products are rounded to ``dtype``, those of the one with the inverse to
+    ``inverse_dtype``. Yields after each of its three products.
     """
-    seen = dot(handover.decayed(), state[head].astype(BF16))
+    seen = dot(handover.decayed(), state[head], dtype=dtype)
     yield
     chunk = seen.shape[0] // 2
     residual = handover.value() - seen[chunk:]
-    corrected = dot(handover.inverse(), residual).astype(BF16)
+    corrected = dot(handover.inverse(), residual, dtype=inverse_dtype).astype(dtype)
     yield
     decay = handover.decay()
-    update = dot(stack([handover.relations(), handover.keys_to_end()]), corrected)
+    update = dot(stack([handover.relations(), handover.keys_to_end()]), corrected, dtype=dtype)
     yield
     emit(seen[:chunk] + update[:chunk])
     state[head] = state[head] * decay + update[chunk:]

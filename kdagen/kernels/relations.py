@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 from kdagen.kernels.lanes import BF16, F32, NT, choose, dot, index, quotient, remainder, rows, stack
 from kdagen.kernels.tiling import LANES, Job
@@ -186,9 +187,9 @@ class Unbounded(Split):
 
 
 def operands(
-    factors: Sequence[Bounded | Unbounded], tiles: Tiles, chunk: int
+    factors: Sequence[Bounded | Unbounded], tiles: Tiles, chunk: int, *, dtype: DTypeLike = BF16
 ) -> list[tuple[jax.Array, jax.Array]]:
-    """Both sides, bf16, of the ``product`` of every tile of a pack.
+    """Both sides, in ``dtype``, of the ``product`` of every tile of a pack.
 
     They are made ahead of the products: the MXU takes its work in program order, and a product that
     waits for its operands holds up all that come after it.
@@ -206,13 +207,13 @@ def operands(
                 used = job.source + job.lanes
             if x < len(factors) - 1:
                 right += _gap(chunk - used, key_dim)
-        made.append((stack(left).astype(BF16), stack(right).astype(BF16)))
+        made.append((stack(left).astype(dtype), stack(right).astype(dtype)))
     return made
 
 
-def product(left: jax.Array, right: jax.Array) -> jax.Array:
-    """left @ right^T, as wide as a register: [rows, 128] f32."""
-    result = dot(left, right, NT)
+def product(left: jax.Array, right: jax.Array, *, dtype: DTypeLike = BF16) -> jax.Array:
+    """left @ right^T of operands in ``dtype``, as wide as a register: [rows, 128] f32."""
+    result = dot(left, right, NT, dtype)
     if result.shape[1] == LANES:
         return result
     empty = jnp.zeros((result.shape[0], LANES - result.shape[1]), result.dtype)
