@@ -52,8 +52,12 @@ class EmissionError(KdagenError, ValueError):
 def relation_tiles(decay: str, chunk: int, sub_block: int) -> tuple[tuple[Job, ...], ...]:
     """Packs the relation blocks of a chunk into as few 128-lane products as first fit finds.
 
-    A job stays at the lane where its columns belong if that is free, and else fills a hole.
+    A job stays at the lane where its columns belong if that is free, and else fills a hole. Each
+    level of a tree is a product of its own.
     """
+    if decay == "tree":
+        halves = [1 << i for i in range(chunk.bit_length() - 1)]
+        return tuple((Job("level", h, 0, chunk // 2, 0, 0, chunk),) for h in reversed(halves))
     wanted = []
     if decay == "bounded":
         for i in range(chunk // sub_block):

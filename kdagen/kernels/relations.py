@@ -13,6 +13,8 @@ split is the factorisation:
 ``Unbounded``  at boundaries between j and t: sums from the boundary to t, and from j + 1 to the
                boundary, both at most 0. Inside an 8-row half, where there is no boundary left, at
                the mean of its two middle rows, with the decay of one token floored (see ``gates``).
+``Tree``       at boundaries between j and t always, down to single rows: exact for every decay, at
+               a product for every doubling of the block.
 
 Sums are always accumulated from the nearer boundary; G over a whole chunk is never formed.
 Chunk-heads stand side by side along the lanes: a pack of 128/C of them shares every product.
@@ -28,8 +30,20 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
-from kdagen.kernels.lanes import BF16, F32, NT, choose, dot, index, quotient, remainder, rows, stack
-from kdagen.kernels.tiling import LANES, Job
+from kdagen.kernels.lanes import (
+    BF16,
+    F32,
+    NT,
+    choose,
+    dot,
+    index,
+    quotient,
+    remainder,
+    rows,
+    same_block,
+    stack,
+)
+from kdagen.kernels.tiling import LANES, SUBLANES, Job
 
 Tiles = Sequence[Sequence[Job]]
 """The products of the relations: each a list of blocks that share it."""
@@ -186,15 +200,103 @@ class Unbounded(Split):
         return [rows(self.key_right, job.index * self.half, self.half), own]
 
 
+class Tree:
+    """Split at the boundary in the middle of the smallest aligned block that holds both rows.
+
+    At the level of half-blocks of h rows, h = 1, 2, 4 ... C/2, rows of right halves carry 2^(sum
+    from the boundary to t), columns of left halves 2^(sum from j + 1 to the boundary). Each pair
+    j < t meets at one level. Every sum is of what lies between the rows, so the decay of a token
+    needs no floor, and an error of a sum is relative to the sum.
+
+    Attributes:
+      diagonal: [C, 1] f32, the sum over channels of q_t k_t, for ``assemble``.
+    """
+
+    def __init__(self, query: jax.Array, key: jax.Array, decay: jax.Array):
+        """query, key: [C, K] f32; decay: [C, K] f32, of each token by itself, log2, at most 0."""
+        self.diagonal = jnp.sum(query * key, axis=1, keepdims=True)
+        self._query, self._key = query, key
+        self._rows: dict[int, list[jax.Array]] = {}
+        self._columns: dict[int, jax.Array] = {}
+        chunk, half = query.shape[0], 1
+        # of each row's block of ``half`` rows: from its start to the row, from the row (which is
+        # left out) to its end, and all of it
+        before, after, total = decay, jnp.zeros_like(decay), decay
+        while half < chunk:
+            factor = jnp.exp2(_alternate(after, before, half))
+            self._columns[half] = column = key * factor
+            self._rows[half] = [_rights(query * factor, half), _rights(column, half)]
+            sibling = _alternate(_moved(total, -half), _moved(total, half), half)
+            before = _alternate(before, before + sibling, half)
+            after = _alternate(after + sibling, after, half)
+            total = total + sibling
+            half *= 2
+        self._before, self._after, self._total = before, after, total
+
+    def left_side(self, job: Job) -> list[jax.Array]:
+        """Rows of right halves: of the queries, then of the keys."""
+        return self._rows[job.index]
+
+    def right_side(self, job: Job) -> list[jax.Array]:
+        """All columns; those of right halves are to be left out of the product."""
+        return [self._columns[job.index]]
+
+    def chunk_factors(self, scale: float) -> Factors:
+        """What the recurrence takes, from the chunk's start and to its end; queries scaled."""
+        from_start = jnp.exp2(self._before)
+        return Factors(
+            self._query * (from_start * scale),
+            self._key * from_start,
+            self._key * jnp.exp2(self._after),
+            rows(self._total, 0, 1),
+        )
+
+
+def _alternate(left: jax.Array, right: jax.Array, half: int) -> jax.Array:
+    """Rows of ``left`` in the left halves of blocks of 2 ``half`` rows, of ``right`` in others."""
+    if half % SUBLANES:
+        grouped = [x.reshape(-1, SUBLANES, x.shape[1]) for x in (left, right)]
+        row = jax.lax.broadcasted_iota(jnp.int32, grouped[0].shape, 1)
+        chosen = jnp.where(remainder(quotient(row, half), 2) == 1, grouped[1], grouped[0])
+        return chosen.reshape(left.shape)
+    pieces = range(left.shape[0] // half)
+    return stack([rows(right if i % 2 else left, i * half, half) for i in pieces])
+
+
+def _moved(x: jax.Array, by: int) -> jax.Array:
+    """Rows moved down by ``by``, or up: round the whole, or round groups of 8 where ``by`` < 8."""
+    if by % SUBLANES:
+        grouped = x.reshape(-1, SUBLANES, x.shape[1])
+        return pltpu.roll(grouped, jnp.int32(by % SUBLANES), 1).reshape(x.shape)
+    cut = -by % x.shape[0]
+    return stack([rows(x, cut, x.shape[0] - cut), rows(x, 0, cut)]) if cut else x
+
+
+def _rights(x: jax.Array, half: int) -> jax.Array:
+    """[C/2, K]: all rows in right halves. Of the chunk's second half those stay where they are,
+    those of its first half fill the gaps; ``_spread`` is the way back."""
+    middle = x.shape[0] // 2
+    first, second = rows(x, 0, middle), rows(x, middle, middle)
+    return second if half == middle else _alternate(_moved(first, -half), second, half)
+
+
+def _spread(x: jax.Array, half: int) -> jax.Array:
+    """[C, L] that has the rows x [C/2, L] of ``_rights`` in right halves, and anything in left."""
+    return stack([_moved(x, half), x])
+
+
 def operands(
-    factors: Sequence[Bounded | Unbounded], tiles: Tiles, chunk: int, *, dtype: DTypeLike = BF16
+    factors: Sequence[Bounded | Unbounded | Tree],
+    tiles: Tiles,
+    chunk: int,
+    *,
+    dtype: DTypeLike = BF16,
 ) -> list[tuple[jax.Array, jax.Array]]:
     """Both sides, in ``dtype``, of the ``product`` of every tile of a pack.
 
     They are made ahead of the products: the MXU takes its work in program order, and a product that
     waits for its operands holds up all that come after it.
     """
-    key_dim = factors[0].key_end.shape[1]
     made = []
     for tile in tiles:
         left: list[jax.Array] = []
@@ -203,10 +305,10 @@ def operands(
             used = 0
             for job in tile:
                 left += factor.left_side(job)
-                right += _gap(job.source - used, key_dim) + factor.right_side(job)
+                right += _gap(job.source - used, left[0].shape[1]) + factor.right_side(job)
                 used = job.source + job.lanes
             if x < len(factors) - 1:
-                right += _gap(chunk - used, key_dim)
+                right += _gap(chunk - used, left[0].shape[1])
         made.append((stack(left).astype(dtype), stack(right).astype(dtype)))
     return made
 
@@ -221,9 +323,16 @@ def product(left: jax.Array, right: jax.Array, *, dtype: DTypeLike = BF16) -> ja
 
 
 def assemble(
-    products: Sequence[jax.Array], tiles: Tiles, chunk: int
+    products: Sequence[jax.Array],
+    tiles: Tiles,
+    chunk: int,
+    *,
+    diagonals: Sequence[jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Q and N of a pack, both [C, 128] f32, chunk-heads side by side; zero above the diagonal."""
+    """Q and N of a pack, both [C, 128] f32, chunk-heads side by side; zero above the diagonal.
+
+    ``diagonals`` are those of each ``Tree``; another factorisation has none of its own.
+    """
     lane, row = index((chunk, LANES), 1), index((chunk, LANES), 0)
     owner, column = quotient(lane, chunk), remainder(lane, chunk)
     count = LANES // chunk
@@ -239,7 +348,11 @@ def assemble(
                 mine = choose(pieces, rows(owner, 0, job.rows))
                 parts[job].append(pltpu.roll(mine, jnp.int32(shift), 1) if shift else mine)
                 at += job.rows
-    query, key = (_in_place(parts, side, column) for side in range(2))
+    if diagonals is not None:
+        own = choose([jnp.broadcast_to(x, row.shape) for x in diagonals], owner)
+        query, key = (_by_level(parts, side, row, column, own) for side in range(2))
+    else:
+        query, key = (_in_place(parts, side, column) for side in range(2))
     # products above the diagonal may be infinite: selected away, never multiplied by zero
     return jnp.where(row >= column, query, 0.0), jnp.where(row > column, key, 0.0)
 
@@ -258,6 +371,22 @@ def _in_place(parts: dict[Job, list[jax.Array]], side: int, column: jax.Array) -
             inside = rows(column, job.row, job.rows) >= job.row
             bands[job.index] = jnp.where(inside, band, parts[job][side])
     return stack(bands)
+
+
+def _by_level(
+    parts: dict[Job, list[jax.Array]],
+    side: int,
+    row: jax.Array,
+    column: jax.Array,
+    diagonal: jax.Array,
+) -> jax.Array:
+    """The levels of Q (side 0) or N (side 1) of a tree together, [C, 128] f32."""
+    band = diagonal
+    for job in sorted(parts, key=lambda job: job.index):
+        # rows and columns of one half-block have met at a smaller one
+        met = same_block(row, column, job.index)
+        band = jnp.where(met, band, _spread(parts[job][side], job.index))
+    return band
 
 
 def _gap(count: int, width: int) -> list[jax.Array]:

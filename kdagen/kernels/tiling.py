@@ -7,6 +7,9 @@ from dataclasses import dataclass
 LANES = 128
 """Lanes of a vector register, and columns of the products that a pack of chunk-heads shares."""
 
+SUBLANES = 8
+"""Rows of a vector register."""
+
 BASE_BLOCK = 16
 """Rows of the diagonal blocks whose inverses are laid out side by side along the lanes."""
 
@@ -18,9 +21,10 @@ class Job:
     Attributes:
       kind: "block" (bounded: a row block against all columns up to its own); or, unbounded, with
         pairs of halves: "early" (a pair against all earlier pairs), "left" (a left half against
-        itself), "right" (a right half against its pair).
-      index: of the row block or pair.
-      row, rows: first row and their number.
+        itself), "right" (a right half against its pair); or, of a tree, "level" (all right halves
+        against their left ones).
+      index: of the row block or pair; of a level, the rows of its half-blocks.
+      row, rows: first row and their number; of a level, the number of rows in right halves.
       source: lane, within the chunk-head's own, at which the product leaves its columns.
       lane, lanes: first lane at which they belong, and their number.
     """
