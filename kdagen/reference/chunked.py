@@ -15,11 +15,11 @@ from jax import lax
 
 from kdagen.reference.activation import l2_normalize, log_decay
 from kdagen.reference.chunk import chunk_step
-from kdagen.reference.options import Options
+from kdagen.reference.layout import heads_first_shape
+from kdagen.reference.options import PER_TOKEN, Options
 from kdagen.reference.varying import as_varying, varying_axes
 from kdagen.reference.windows import Windows, plan
 
-PER_TOKEN = ("query", "key", "value", "gate", "beta")
 PER_HEAD = ("a_log", "delta_time_bias")
 
 Operands = Mapping[str, jax.Array | None]
@@ -88,9 +88,14 @@ def _sequence_rows(windows: Windows, operands: Operands) -> dict[str, jax.Array]
 
 
 def _window_rows(
-    windows: Windows, rows: Mapping[str, jax.Array], i: jax.Array
+    windows: Windows, rows: Mapping[str, jax.Array], i: jax.Array, operands: Operands
 ) -> dict[str, jax.Array]:
-    return {name: windows.take(x, i) if name in PER_TOKEN else x for name, x in rows.items()}
+    def take(name: str, x: jax.Array) -> jax.Array:
+        whole = operands[name]
+        assert whole is not None
+        return windows.take(x, i, whole.shape) if name in PER_TOKEN else x
+
+    return {name: take(name, x) for name, x in rows.items()}
 
 
 def forward(
@@ -105,8 +110,8 @@ def forward(
 
     Args:
       operands: query, key [H, B, T, K]; value [HV, B, T, V]; gate [HV, B, T, K]; beta [HV, B, T],
-        float32 or bfloat16; and, or None, a_log [HV], delta_time_bias [HV, K] and initial_state
-        [B, N, HV, K, V], float32. Any T >= 1, K and V.
+        or those in `options.layout`, float32 or bfloat16; and, or None, a_log [HV],
+        delta_time_bias [HV, K] and initial_state [B, N, HV, K, V], float32. Any T >= 1, K and V.
       boundaries: int32 [B, N + 1], first token of each segment and end of the last one, or None
         for one segment of T tokens. Tokens past the last boundary are padding: output 0.
       options: the static part of the call.
@@ -114,16 +119,17 @@ def forward(
       keep_output: whether the output is; a backward that rebuilds the states does without.
 
     Returns:
-      output [HV, B, T, V] in value's dtype or None; final state [B, N, HV, K, V] float32, None
+      output in value's shape and dtype or None; final state [B, N, HV, K, V] float32, None
       unless `options.output_final_state`; states [chunks, HV, B, K, V] float32 or None.
     """
     axes = varying_axes(operands, boundaries)
     operands = as_varying(dict(operands), axes)
     value, key, initial = operands["value"], operands["key"], operands.get("initial_state")
     assert value is not None and key is not None
-    heads, batch, tokens, width_v = value.shape
+    heads, batch, tokens, width_v = heads_first_shape(value.shape, options.layout)
     width_k = key.shape[-1]
-    windows = plan(tokens, None if boundaries is None else as_varying(boundaries, axes))
+    edges = None if boundaries is None else as_varying(boundaries, axes)
+    windows = plan(tokens, edges, options.layout)
     rows = _sequence_rows(windows, operands)
 
     def zeros(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
@@ -134,7 +140,7 @@ def forward(
     if windows.first is None and initial is not None:
         carry["state"] = jnp.moveaxis(initial[:, 0], 1, 0)
     if keep_output:
-        carry["output"] = zeros(heads, batch, windows.padded_tokens, width_v, dtype=value.dtype)
+        carry["output"] = windows.pad(zeros(*value.shape, dtype=value.dtype))
     if keep_states:
         carry["states"] = zeros(windows.bound, *state_shape)
     collect_final = windows.first is not None and options.output_final_state and keep_output
@@ -147,7 +153,7 @@ def forward(
         i = lax.convert_element_type(i, jnp.int32)
         state = _entering(windows, i, carry["state"], initial)
         live = windows.live(i)
-        output, after = _window_step(_window_rows(windows, rows, i), state, live, options)
+        output, after = _window_step(_window_rows(windows, rows, i, operands), state, live, options)
         new = {"state": after}
         if keep_output:
             new["output"] = windows.put(carry["output"], i, output.astype(value.dtype))
@@ -162,7 +168,7 @@ def forward(
     final = None
     if options.output_final_state and keep_output:
         final = carry["final"] if collect_final else jnp.moveaxis(carry["state"], 0, 1)[:, None]
-    output = carry["output"][:, :, :tokens] if keep_output else None
+    output = windows.cut(carry["output"], value.shape) if keep_output else None
     return output, final, carry.get("states")
 
 
@@ -183,7 +189,7 @@ def backward(
     Args:
       operands, boundaries, options: as `forward` had them.
       states: chunk-start states that `forward` kept, or None to rebuild them first.
-      output_cotangent: [HV, B, T, V] or None for zeros.
+      output_cotangent: of value's shape, or None for zeros.
       state_cotangent: of the final state, [B, N, HV, K, V] float32, or None for zeros.
       wanted: names of operands.
 
@@ -201,7 +207,8 @@ def backward(
     assert states is not None
     value = operands["value"]
     assert value is not None
-    windows = plan(value.shape[2], boundaries)
+    tokens = heads_first_shape(value.shape, options.layout)[2]
+    windows = plan(tokens, boundaries, options.layout)
     rows = _sequence_rows(windows, operands)
     differentiated = [name for name in rows if name in wanted]
     want_initial = "initial_state" in wanted
@@ -226,7 +233,7 @@ def backward(
         d_state, live = carry["d_state"], windows.live(i)
         if packed:
             d_state = _leaving(windows, i, d_state, state_cotangent)
-        here = _window_rows(windows, rows, i)
+        here = _window_rows(windows, rows, i, operands)
 
         def run(moving: dict[str, jax.Array], state: jax.Array) -> tuple[jax.Array, jax.Array]:
             return _window_step({**here, **moving}, state, live, options)
@@ -236,7 +243,7 @@ def backward(
         output, pull = jax.vjp(run, moving, state)
         d_output = jnp.zeros_like(output[0])
         if output_cotangent is not None:
-            d_output = windows.take(output_cotangent, i).astype(jnp.float32)
+            d_output = windows.take(output_cotangent, i, value.shape).astype(jnp.float32)
         found, d_state = pull((d_output, d_state))
         new = {"d_state": d_state}
         for name in differentiated:
@@ -252,10 +259,11 @@ def backward(
         return new
 
     carry = lax.fori_loop(0, windows.count, body, carry)
-    grads = {
-        name: carry[name][:, :, : windows.tokens] if name in PER_TOKEN else carry[name]
-        for name in differentiated
-    }
+    grads = {name: carry[name] for name in differentiated}
+    for name in filter(PER_TOKEN.__contains__, differentiated):
+        whole = operands[name]
+        assert whole is not None
+        grads[name] = windows.cut(grads[name], whole.shape)
     if want_initial:
         whole = jnp.moveaxis(carry["d_state"], 0, 1)[:, None]
         grads["initial_state"] = carry["initial_state"] if packed else whole

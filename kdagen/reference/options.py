@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+PER_TOKEN = ("query", "key", "value", "gate", "beta")
+"""The operands that have tokens, in the order of the public function."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -14,6 +17,8 @@ class Options:
       lower_bound: of a raw gate, in [-5, 0), or None for the softplus activation.
       output_final_state: the caller wants the final state.
       residuals: "save" keeps chunk-start states for the backward, "rematerialize" the inputs only.
+      layout: of what is per token: "HBTD" is [H, B, T, D] and "BTHD" is [B, T, H, D]. Operands,
+        output and gradients all have it; an implementation converts what it looks at, and no more.
     """
 
     scale: float
@@ -22,3 +27,4 @@ class Options:
     lower_bound: float | None = None
     output_final_state: bool = True
     residuals: str = "save"
+    layout: str = "HBTD"

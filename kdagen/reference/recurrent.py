@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from kdagen.reference.activation import l2_normalize, log_decay
-from kdagen.reference.options import Options
+from kdagen.reference.layout import heads_first, in_layout
+from kdagen.reference.options import PER_TOKEN, Options
 from kdagen.reference.varying import as_varying, varying_axes
 
 _TOKENS_PER_CHECKPOINT = 32
@@ -35,18 +36,22 @@ def recurrent(
 
     Args:
       operands: query, key [H, B, T, K]; value [HV, B, T, V]; gate [HV, B, T, K]; beta [HV, B, T];
-        and, or None, a_log [HV], delta_time_bias [HV, K], initial_state [B, N, HV, K, V].
+        those five in `options.layout`; and, or None, a_log [HV], delta_time_bias [HV, K],
+        initial_state [B, N, HV, K, V].
       boundaries: int32 [B, N + 1], first token of each segment and end of the last, or None for
         one segment of T tokens. Tokens past the last boundary are padding.
       options: see `Options`; `residuals` and `output_final_state` play no part.
       dtype: of the state and of all arithmetic, float32 or (under x64) float64.
 
     Returns:
-      output [HV, B, T, V] in query's dtype (in `dtype` if that is float64), 0 on padding, and the
+      output in value's shape and query's dtype (`dtype` if that is float64), 0 on padding, and the
       final state [B, N, HV, K, V] in `dtype`.
     """
     axes = varying_axes(operands, boundaries)
-    operands = as_varying(dict(operands), axes)
+    operands = {
+        name: heads_first(x, options.layout) if x is not None and name in PER_TOKEN else x
+        for name, x in as_varying(dict(operands), axes).items()
+    }
     query, key, value = operands["query"], operands["key"], operands["value"]
     assert query is not None and key is not None and value is not None
     heads, batch, tokens, width_v = value.shape
@@ -121,4 +126,4 @@ def recurrent(
         out = jnp.concatenate([out, tail])
     output = jnp.where(live[None, :, :, None], jnp.moveaxis(out, 0, 2), 0)
     narrow = query.dtype if dtype == jnp.float32 else dtype
-    return output.astype(narrow), carry[1]
+    return in_layout(output.astype(narrow), options.layout), carry[1]

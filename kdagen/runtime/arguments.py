@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kdagen.reference.layout import heads_first_shape
 from kdagen.reference.options import Options
 from kdagen.runtime import segments
 
@@ -24,18 +25,18 @@ LARGEST_WIDTH = 256
 
 @dataclass(frozen=True)
 class Call:
-    """A checked call, in layout HBTD.
+    """A checked call, its arrays in the caller's layout.
 
     Attributes:
-      operands: query, key [H, B, T, K]; value [HV, B, T, V]; gate [HV, B, T, K]; beta [HV, B, T];
-        a_log [HV], delta_time_bias [HV, K] and initial_state [B, N, HV, K, V], or None where the
-        call has none or does not use it.
+      operands: query, key [H, B, T, K]; value [HV, B, T, V]; gate [HV, B, T, K]; beta [HV, B, T],
+        or all of those with the heads behind the tokens where `options.layout` is "BTHD"; a_log
+        [HV], delta_time_bias [HV, K] and initial_state [B, N, HV, K, V], or None where the call
+        has none or does not use it.
       boundaries: int32 [B, N + 1], or None without segments.
       valid: bool [B], False for rows of traced segments that break the rules; None if all are
         known to be right.
       options: the static part.
       implementations: names to try in order; empty for the default.
-      transpose: the caller's layout is BTHD.
     """
 
     operands: dict[str, jax.Array | None]
@@ -43,7 +44,6 @@ class Call:
     valid: jax.Array | None
     options: Options
     implementations: tuple[str, ...]
-    transpose: bool
 
 
 def _array(name: str, x: Any) -> Any:
@@ -110,13 +110,8 @@ def implementation_names(implementation: str | Sequence[str] | None) -> tuple[st
     )
 
 
-def _head_first(x: jax.Array) -> jax.Array:
-    """[B, T, H, ...] to [H, B, T, ...]."""
-    return jnp.moveaxis(jnp.asarray(x), 2, 0)
-
-
 def _tensors(query: Any, key: Any, value: Any, gate: Any, beta: Any, layout: str) -> dict[str, Any]:
-    """The five per-token tensors, checked against each other, in layout HBTD."""
+    """The five per-token tensors, checked against each other."""
     given = dict(query=query, key=key, value=value, gate=gate, beta=beta)
     axes = {"HBTD": "[{0}, B, T, {1}]", "BTHD": "[B, T, {0}, {1}]"}[layout]
     for name, x in given.items():
@@ -154,8 +149,7 @@ def _tensors(query: Any, key: Any, value: Any, gate: Any, beta: Any, layout: str
     _shape("value", value, shape(value_heads, width_v), axes.format("HV", "V"))
     _shape("gate", gate, shape(value_heads, width_k), axes.format("HV", "K"))
     _shape("beta", beta, shape(value_heads), axes.format("HV", "D").replace(", D]", "]"))
-    convert = _head_first if layout == "BTHD" else jnp.asarray
-    return {name: convert(x) for name, x in given.items()}
+    return {name: jnp.asarray(x) for name, x in given.items()}
 
 
 def _gate_parameters(
@@ -282,8 +276,8 @@ def check_call(
         )
     raw = _flag("use_gate_in_kernel", use_gate_in_kernel)
     operands: dict[str, Any] = _tensors(query, key, value, gate, beta, layout)
-    value_heads, batch, tokens, width_v = operands["value"].shape
-    width_k = operands["query"].shape[-1]
+    value_heads, batch, tokens = heads_first_shape(operands["beta"].shape, layout)
+    width_k, width_v = query.shape[-1], value.shape[-1]
     log, bias, bound = _gate_parameters(
         a_log, delta_time_bias, lower_bound, raw, value_heads, width_k
     )
@@ -303,5 +297,6 @@ def check_call(
         lower_bound=bound,
         output_final_state=_flag("output_final_state", output_final_state),
         residuals=residuals or "save",
+        layout=layout,
     )
-    return Call(operands, edges, valid, options, names, layout == "BTHD")
+    return Call(operands, edges, valid, options, names)

@@ -113,7 +113,7 @@ def _backward(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(rule: Rule, operands: Operands, boundaries: jax.Array | None) -> Outputs:
-    """Output [HV, B, T, V] and final state [B, N, HV, K, V] (None unless it is asked for).
+    """Output in value's shape and final state [B, N, HV, K, V] (None unless it is asked for).
 
     Args:
       rule: how.

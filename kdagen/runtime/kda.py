@@ -50,6 +50,7 @@ def kimi_delta_attention(
         out  <- S^T (scale * query_t)
 
     Shapes are those of layout "HBTD"; "BTHD" takes and returns [B, T, H, D] (and beta [B, T, HV]).
+    Neither is copied into the other: gradients and what is kept for them have the caller's layout.
 
     Args:
       query, key: [H, B, T, K], bfloat16 or float32, K at most 256, any T of 1 or more.
@@ -114,10 +115,11 @@ def kimi_delta_attention(
     if call.valid is not None:
         # Multiplied rather than selected, so that the gradients of such a row are NaN as well.
         poison = jnp.where(call.valid, 1.0, jnp.nan)
-        output = output * poison[None, :, None, None].astype(output.dtype)
+        rows = (-1, 1, 1) if layout == "HBTD" else (-1, 1, 1, 1)
+        output = output * poison.reshape(rows).astype(output.dtype)
         if final is not None:
             final = final * poison[:, None, None, None, None].astype(final.dtype)
-    return jnp.moveaxis(output, 0, 2) if call.transpose else output, final
+    return output, final
 
 
 def _rule(call: Call, target: Target) -> Rule:

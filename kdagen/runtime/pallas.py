@@ -9,7 +9,8 @@ import jax
 
 from kdagen.chips import CHIPS, Chip, get_chip
 from kdagen.problem import Problem
-from kdagen.reference.options import Options
+from kdagen.reference.layout import heads_first, heads_first_shape, in_layout
+from kdagen.reference.options import PER_TOKEN, Options
 from kdagen.reference.varying import varying_alike
 from kdagen.runtime.arguments import Call
 from kdagen.runtime.dispatch import choose, portable_choice
@@ -35,30 +36,35 @@ class Kernel:
     def __call__(
         self, operands: dict[str, jax.Array | None], options: Options
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Output [HV, B, T, V] and final state [B, 1, HV, K, V], None unless it was asked for."""
+        """Output, in value's shape, and final state [B, 1, HV, K, V] or None."""
         from kdagen.generate import generate, load
 
         module = load(generate(self.problem, self.variant, get_chip(self.chip)))
-        return module.forward(
-            **varying_alike(operands),
+        given = {
+            name: heads_first(x, options.layout) if x is not None and name in PER_TOKEN else x
+            for name, x in varying_alike(operands).items()
+        }
+        output, state = module.forward(
+            **given,
             scale=options.scale,
             lower_bound=options.lower_bound,
             interpret=self.interpret,
         )
+        return in_layout(output, options.layout), state
 
 
 def problem_of(call: Call) -> Problem:
     """The static facts of a call, as tuning knows them."""
     options, operands = call.options, call.operands
     query, value, gate, beta = (_given(operands, n) for n in ("query", "value", "gate", "beta"))
-    value_heads, batch, tokens, value_dim = value.shape
+    value_heads, batch, tokens, value_dim = heads_first_shape(value.shape, options.layout)
     if not options.use_gate_in_kernel:
         kind = "log_decay"
     else:
         kind = "softplus" if options.lower_bound is None else "bounded"
     return Problem(
         tokens=tokens,
-        heads=query.shape[0],
+        heads=heads_first_shape(query.shape, options.layout)[0],
         batch=batch,
         value_heads=value_heads,
         key_dim=query.shape[-1],
@@ -71,6 +77,7 @@ def problem_of(call: Call) -> Problem:
         qk_l2norm=options.use_qk_l2norm,
         initial_state=operands["initial_state"] is not None,
         final_state=options.output_final_state,
+        layout=options.layout,
         # Which kernel serves depends on there being a packing and not on its lengths.
         segments=None if call.boundaries is None else 1,
     )

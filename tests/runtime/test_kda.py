@@ -1,6 +1,7 @@
 """The public function under JAX's transformations, and the rules of fallback."""
 
 import contextlib
+import dataclasses
 import functools
 import io
 import re
@@ -16,7 +17,7 @@ from kdagen.runtime.kda import kimi_delta_attention
 from kdagen.runtime.segments import boundaries_from_lengths
 from kdagen.runtime.target import KdagenWarning, NoKernelError, forget_warnings
 from tests.reference.cases import make_case
-from tests.runtime.run import call
+from tests.runtime.run import PER_TOKEN, call, results
 
 SMALL = dict(tokens=9, width_k=8, width_v=8, batch=2)
 
@@ -44,14 +45,45 @@ def same(a, b, tolerance=1e-5):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=1e-5), a, b)
 
 
-def test_layouts_agree(case):
-    swapped = {
-        name: jnp.moveaxis(x, 0, 2) if name in ("query", "key", "value", "gate", "beta") else x
-        for name, x in case.operands.items()
-    }
-    plain, other = run(case, case.operands), run(case, swapped, layout="BTHD")
-    np.testing.assert_array_equal(plain[0], jnp.moveaxis(other[0], 2, 0))
-    np.testing.assert_array_equal(plain[1], other[1])
+def heads_last(tensors):
+    swap = lambda name, x: jnp.moveaxis(x, 0, 2) if name in PER_TOKEN else x  # noqa: E731
+    return {name: swap(name, x) for name, x in tensors.items()}
+
+
+@pytest.mark.parametrize("implementation", ["xla_chunked", "recurrent"])
+@pytest.mark.parametrize("boundaries", [None, [[0, 70, 73, 80], [0, 0, 40, 90]]])
+def test_layouts_agree_and_gradients_have_the_layout_of_the_call(implementation, boundaries):
+    case = make_case(
+        raw=True, tokens=90, width_k=8, width_v=12, batch=2, value_heads=4, boundaries=boundaries
+    )
+    other = dataclasses.replace(
+        case, operands=heads_last(case.operands), d_output=jnp.moveaxis(case.d_output, 0, 2)
+    )
+    plain = results(case, implementation=implementation)
+    found = results(other, implementation=implementation, layout="BTHD")
+    wanted = {**heads_last(plain), "output": jnp.moveaxis(plain["output"], 0, 2)}
+    same(found, wanted, 1e-6)
+
+
+def test_an_invalid_row_is_nan_in_either_layout(case):
+    ids = np.array([[1, 1, 2, 1, 2, 2, 2, 2, 2], [1] * 9])
+    operands = {n: x for n, x in heads_last(case.operands).items() if n != "initial_state"}
+    output, _ = jax.jit(
+        lambda ids: run(case, operands, segment_ids=ids, max_num_segments=2, layout="BTHD")
+    )(ids)
+    assert np.isnan(output[0]).all() and np.isfinite(output[1]).all()
+
+
+@pytest.mark.parametrize("implementation", ["xla_chunked", "recurrent", "pallas"])
+def test_what_is_kept_for_the_gradient_is_in_the_layout_of_the_call(implementation):
+    sizes = dict(tokens=9, width_k=128, width_v=128, batch=2, dtype="bfloat16")
+    case = make_case(raw=True, heads=3, **sizes)
+    operands = heads_last(case.operands)
+    f = lambda x: run(case, x, layout="BTHD", implementation=implementation)[0]  # noqa: E731
+    _, pull = jax.eval_shape(lambda x: jax.vjp(f, x), operands)
+    kept = [x.shape for x in jax.tree.leaves(pull)]
+    assert kept.count((2, 9, 3, 128)) == 4 and (2, 9, 3) in kept
+    assert not [shape for shape in kept if shape[:3] == (3, 2, 9)]
 
 
 def test_ids_and_lengths_agree(case):
