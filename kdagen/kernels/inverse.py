@@ -9,7 +9,7 @@ and the block B below the first merge by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,12 @@ from jax.typing import DTypeLike
 from kdagen.kernels.lanes import (
     BF16,
     F32,
+    FULL,
+    Parts,
     choose,
-    dot,
+    dot_parts,
     index,
+    parts,
     quotient,
     remainder,
     rows,
@@ -35,29 +38,34 @@ class _BlockProduct:
     """Products of [16, 128] values that hold eight 16x16 blocks, block by block.
 
     ``depth`` lanes (64 or 128) share a weight: a shallow weight is cheaper to load, a deep one
-    takes fewer rows. Operands are rounded to ``dtype``.
+    takes fewer rows. ``dtype`` and ``passes`` are those of ``dot``.
     """
 
-    def __init__(self, depth: int, dtype: DTypeLike):
-        self.depth = depth
-        self.dtype = dtype
+    def __init__(self, depth: int, dtype: DTypeLike, passes: int):
+        self.depth, self.dtype, self.passes = depth, dtype, passes
         self.slices = LANES // depth
         self.group = quotient(index((BASE, LANES), 1), BASE)
 
-    def left(self, a: jax.Array) -> jax.Array:
-        a = a.astype(self.dtype)
+    def __call__(self, lefts: Sequence[jax.Array], right: jax.Array) -> list[jax.Array]:
+        """The product of each of ``lefts`` with ``right``, one product of the MXU."""
+        # parts are made of the dense values, before they are laid out
+        split = [parts(left, self.dtype, self.passes) for left in lefts]
+        made = dot_parts(
+            tuple(stack([self._left(x) for x in same]) for same in zip(*split, strict=True)),
+            tuple(self._right(x) for x in parts(right, self.dtype, self.passes)),
+        )
+        height = BASE * self.slices
+        return [self._gather(rows(made, i * height, height)) for i in range(len(lefts))]
+
+    def _left(self, a: jax.Array) -> jax.Array:
         return stack([a[:, self.depth * i : self.depth * (i + 1)] for i in range(self.slices)])
 
-    def right(self, b: jax.Array) -> jax.Array:
-        b = b.astype(self.dtype)
+    def _right(self, b: jax.Array) -> jax.Array:
         blocks = self.depth // BASE
         place = remainder(self.group, blocks)
         return stack([jnp.where(place == j, b, jnp.zeros_like(b)) for j in range(blocks)])
 
-    def dot(self, left: jax.Array, right: jax.Array) -> jax.Array:
-        return dot(left, right, dtype=self.dtype)
-
-    def gather(self, product: jax.Array) -> jax.Array:
+    def _gather(self, product: jax.Array) -> jax.Array:
         pieces = [rows(product, BASE * i, BASE) for i in range(self.slices)]
         return choose(pieces, quotient(self.group, self.depth // BASE))
 
@@ -69,16 +77,20 @@ def invert(
     depth: int,
     *,
     dtype: DTypeLike = BF16,
+    passes: int = FULL,
 ) -> Generator[None, None, jax.Array]:
-    """(I - A)^-1 [C, 128] of a pack, formed and given in ``dtype``.
+    """(I - A)^-1 [C, 128] of a pack, given in ``dtype``, in which (and in how many ``passes``, see
+    ``dot``) its products are.
 
     ``load(start, count)`` reads rows of its A [C, 128] f32.
 
     Diagonal blocks of ``block`` rows come first: for 2 they are I + A, for 4 and 8 a Neumann
-    product (I + A)(I + A^2)(I + A^4). Yields after every product.
+    product (I + A)(I + A^2)(I + A^4). With keys that are all alike a power of A grows to some 50
+    times the inverse for blocks of 8, and its rounding with it; blocks of 2 and 4 lose nothing.
+    Yields after every product.
     """
-    compact = yield from _base_blocks(load, chunk, block, _BlockProduct(depth, dtype))
-    return (yield from _merge(compact, load, chunk, dtype))
+    compact = yield from _base_blocks(load, chunk, block, _BlockProduct(depth, dtype, passes))
+    return (yield from _merge(compact, load, chunk, dtype, passes))
 
 
 def _base_blocks(
@@ -92,52 +104,53 @@ def _base_blocks(
     inner = jnp.where(same_block(row, column, block), a, 0.0)
     x = eye + inner
     if block > 2:
-        power = product.gather(product.dot(product.left(inner), product.right(inner)))
+        (power,) = product([inner], inner)
         yield
         done = 2
         while 2 * done < block:
-            both = product.dot(stack([product.left(x), product.left(power)]), product.right(power))
+            more, power = product([x, power], power)
             yield
-            half = both.shape[0] // 2
-            x = x + product.gather(rows(both, 0, half))
-            power = product.gather(rows(both, half, half))
+            x = x + more
             done *= 2
-        x = x + product.gather(product.dot(product.left(x), product.right(power)))
+        x = x + product([x], power)[0]
         yield
     size = block
     while size < BASE:
         below = ~same_block(row, column, size) & same_block(row, column, 2 * size)
-        half_way = product.gather(
-            product.dot(product.left(x), product.right(jnp.where(below, a, 0.0)))
-        )
+        (half_way,) = product([x], jnp.where(below, a, 0.0))
         yield
-        x = x + product.gather(product.dot(product.left(half_way), product.right(x)))
+        x = x + product([half_way], x)[0]
         yield
         size *= 2
     return x
 
 
-def _merge(x: jax.Array, load, chunk: int, dtype: DTypeLike) -> Generator[None, None, jax.Array]:
+def _merge(
+    x: jax.Array, load, chunk: int, dtype: DTypeLike, passes: int
+) -> Generator[None, None, jax.Array]:
     size = BASE
     while size < chunk:
         pairs = LANES // (2 * size)
         lane = index((size, LANES), 1)
         first = remainder(quotient(lane, size), 2) == 0
-        narrow = x.astype(dtype)
+        narrow = parts(x, dtype, passes)
         below = choose(
             [load((2 * i + 1) * size, size) for i in range(chunk // (2 * size))],
             quotient(remainder(lane, chunk), 2 * size),
         )
 
+        def stacked(split: Parts, offset: int, size=size) -> Parts:
+            starts = range(offset, LANES, 2 * size)
+            return tuple(stack([x[:, start : start + size] for start in starts]) for x in split)
+
         def gather(product: jax.Array, lane=lane, size=size, pairs=pairs) -> jax.Array:
             pieces = [rows(product, size * i, size) for i in range(pairs)]
             return choose(pieces, quotient(lane, 2 * size))
 
-        second = stack([narrow[:, (2 * i + 1) * size : (2 * i + 2) * size] for i in range(pairs)])
-        half_way = gather(dot(second, below, dtype=dtype)).astype(dtype)
+        below_parts = parts(below, dtype, passes)
+        half_way = parts(gather(dot_parts(stacked(narrow, size), below_parts)), dtype, passes)
         yield
-        left = stack([half_way[:, 2 * i * size : (2 * i + 1) * size] for i in range(pairs)])
-        corner = gather(dot(left, narrow, dtype=dtype))
+        corner = gather(dot_parts(stacked(half_way, 0), narrow))
         yield
         x = stack([jnp.where(first, x, 0.0), jnp.where(first, corner, x)])
         size *= 2

@@ -16,16 +16,46 @@ NN = (((1,), (0,)), ((), ()))
 NT = (((1,), (1,)), ((), ()))
 
 
-def dot(a: jax.Array, b: jax.Array, dims=NN, dtype: DTypeLike = BF16) -> jax.Array:
+FULL, SPLIT = 6, 3
+"""Passes of the MXU for a product in f32: right to 2^-23 of its terms, or to 2^-16."""
+
+Parts = tuple[jax.Array, ...]
+"""What an operand of a product is the sum of: itself, or two bf16 parts."""
+
+
+def dot(
+    a: jax.Array, b: jax.Array, dims=NN, dtype: DTypeLike = BF16, passes: int = FULL
+) -> jax.Array:
     """a @ b (``NN``) or a @ b^T (``NT``) of operands cast to ``dtype``, accumulated in f32.
 
-    ``dtype`` is bf16, one pass of the MXU, or f32, six. The precision is named either way: left
-    out, it would be that of ``jax.default_matmul_precision`` where the kernel is traced.
+    ``dtype`` is bf16, one pass of the MXU, or f32, ``passes`` of them: ``FULL`` or ``SPLIT``.
     """
-    precision = lax.Precision.HIGHEST if dtype == F32 else lax.Precision.DEFAULT
-    return lax.dot_general(
-        a.astype(dtype), b.astype(dtype), dims, precision=precision, preferred_element_type=F32
-    )
+    return dot_parts(parts(a, dtype, passes), parts(b, dtype, passes), dims)
+
+
+def parts(x: jax.Array, dtype: DTypeLike, passes: int = FULL) -> Parts:
+    """x as an operand of ``dot_parts``. In f32 with three passes: two bf16 parts, or x itself where
+    it is bf16 already."""
+    if dtype == BF16 or passes == FULL or x.dtype == BF16:
+        return (x.astype(BF16 if passes == SPLIT else dtype),)
+    high = x.astype(BF16)
+    return high, (x - high.astype(F32)).astype(BF16)
+
+
+def dot_parts(a: Parts, b: Parts, dims=NN) -> jax.Array:
+    """``dot`` of operands in parts; the product of two low parts is left out."""
+    count = a[0].shape[0]
+    made = _dot(stack(a), b[0], dims)
+    low = [rows(made, count, count)] if len(a) > 1 else []
+    low += [_dot(a[0], b[1], dims)] if len(b) > 1 else []
+    return rows(made, 0, count) + sum(low[1:], low[0]) if low else made
+
+
+def _dot(a: jax.Array, b: jax.Array, dims) -> jax.Array:
+    # the precision is named for bf16 too: left out, it would be that of
+    # ``jax.default_matmul_precision`` where the kernel is traced
+    precision = lax.Precision.HIGHEST if a.dtype == F32 else lax.Precision.DEFAULT
+    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=F32)
 
 
 def index(shape: tuple[int, ...], axis: int) -> jax.Array:

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 import jax
 from jax.typing import DTypeLike
 
-from kdagen.kernels.lanes import BF16, dot, stack
+from kdagen.kernels.lanes import BF16, F32, FULL, SPLIT, dot, stack
 
 
 @dataclass
 class Handover:
     """What the earlier stages left in scratch for one chunk-head; each call reads it once.
 
-    Operands of a product are in its dtype, or wider.
+    Operands of a product are in its dtype, or wider; see ``advance``.
 
     Attributes:
       decayed: [2C, K], (q 2^G) above (k 2^G).
@@ -54,17 +54,22 @@ def advance(
 ) -> Generator[None, None, None]:
     """Takes one chunk: emits its output [C, V] f32 and replaces ``state[head]`` [K, V] f32.
 
-    Operands of the products are rounded to ``dtype``, those of the one with the inverse to
-    ``inverse_dtype``. Yields after each of its three products.
+    Operands of the first product are rounded to ``dtype``, those of the other two to
+    ``inverse_dtype``. Where keys are nearly parallel, corrected values that are large and alternate
+    add up to little: rounding them, or what they are multiplied with, to bf16 costs as much as an
+    inverse in bf16 does. Beside a first product in bf16, f32 is split in two bf16 parts: there six
+    passes give no digit more than three. Yields after each of the three products.
     """
+    passes = FULL if dtype == F32 else SPLIT
     seen = dot(handover.decayed(), state[head], dtype=dtype)
     yield
     chunk = seen.shape[0] // 2
     residual = handover.value() - seen[chunk:]
-    corrected = dot(handover.inverse(), residual, dtype=inverse_dtype).astype(dtype)
+    corrected = dot(handover.inverse(), residual, dtype=inverse_dtype, passes=passes)
     yield
     decay = handover.decay()
-    update = dot(stack([handover.relations(), handover.keys_to_end()]), corrected, dtype=dtype)
+    ahead = stack([handover.relations(), handover.keys_to_end()])
+    update = dot(ahead, corrected, dtype=inverse_dtype, passes=passes)
     yield
     emit(seen[:chunk] + update[:chunk])
     state[head] = state[head] * decay + update[chunk:]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kdagen.emission import relation_tiles
-from kdagen.kernels import gates, relations
-from kdagen.kernels.lanes import BF16, F32, LOG2_E, dot
+from kdagen.kernels import gates, inverse, recurrence, relations
+from kdagen.kernels.lanes import BF16, F32, FULL, LOG2_E, NT, SPLIT, dot
 
 # A product in bf16 is wrong by 2e-3.
 BOUND_F32 = 1e-6
@@ -233,6 +234,118 @@ def test_cumulative_sums(block):
     assert error(run(gates.cumulative, decay, block=block, dtype=F32), expected) < 1e-7
     # two bf16 parts of 8 bits and a guard bit each
     assert error(run(gates.cumulative, decay, block=block), expected) < 1e-5
-    rounded = np.asarray(jax.numpy.asarray(decay).astype(BF16).astype(F32))
+    rounded = np.asarray(jnp.asarray(decay).astype(BF16).astype(F32))
     expected = np.cumsum(rounded.astype(float).reshape(-1, block, 256), axis=1).reshape(64, 256)
     assert error(run(gates.cumulative, rounded, block=block, exact=True), expected) < 1e-7
+
+
+MODES = [(BF16, FULL), (F32, SPLIT), (F32, FULL)]
+MODE_NAMES = ["bfloat16", "three passes", "six passes"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "passes", "bound"),
+    [(*mode, bound) for mode, bound in zip(MODES, (5e-3, 1e-5, 3e-7), strict=True)],
+    ids=MODE_NAMES,
+)
+def test_the_error_of_a_product(dtype, passes, bound):
+    a, b = np.random.default_rng(0).standard_normal((2, 64, 64)).astype("float32")
+    wide = a.astype(float), b.astype(float)
+    found = error(run(dot, a, b, dtype=dtype, passes=passes), wide[0] @ wide[1])
+    assert bound / 10 < found < bound
+    transposed = run(dot, a, b, dims=NT, dtype=dtype, passes=passes)
+    assert bound / 10 < error(transposed, wide[0] @ wide[1].T) < bound
+    # operands that are bf16 already have no second part
+    narrow = [jnp.asarray(x).astype(BF16) for x in (a, b)]
+    expected = np.matmul(*(np.asarray(x).astype(float) for x in narrow))
+    assert error(run(dot, *narrow, dtype=dtype, passes=passes), expected) < BOUND_F32
+
+
+def result(stage: Generator[None, None, Any]) -> Any:
+    """What a stage returns."""
+    while True:
+        try:
+            next(stage)
+        except StopIteration as end:
+            return end.value
+
+
+def inverted(strict, block, depth, dtype, passes):
+    chunk = strict.shape[0]
+    return result(
+        inverse.invert(
+            lambda start, count: strict[start : start + count],
+            chunk,
+            block,
+            depth,
+            dtype=dtype,
+            passes=passes,
+        )
+    )
+
+
+def parallel_keys(rng: np.random.Generator, chunk: int, noise: float) -> np.ndarray:
+    """Unit keys [chunk, 128] with a common direction, of unit variance beside ``noise``."""
+    keys = rng.standard_normal((1, 128)) + noise * rng.standard_normal((chunk, 128))
+    return keys / np.linalg.norm(keys, axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize(("dtype", "passes"), MODES, ids=MODE_NAMES)
+@pytest.mark.parametrize(("chunk", "depth"), [(32, 64), (64, 64), (64, 128), (128, 128)])
+def test_an_inverse_is_right_to_its_dtype(chunk, depth, dtype, passes):
+    """Relative to the norm of the inverse, for blocks of which no power grows; see ``check``."""
+    rng = np.random.default_rng(0)
+    bounds = {"one": 3e-7, "near": 5e-7, "near and 2": 1e-5, "any": 3e-7}
+    unit = {(BF16, FULL): 2.0**-9, (F32, SPLIT): 2.0**-16, (F32, FULL): 2.0**-24}[dtype, passes]
+    for kind, bound in bounds.items():
+        noise = {"one": 0.0, "any": 1e3}.get(kind, 0.05)
+        largest = 2.0 if kind == "near and 2" else 1.0
+        packed, expected = [], []
+        for _ in range(128 // chunk):
+            keys = parallel_keys(rng, chunk, noise)
+            beta = rng.uniform(0.9 * largest, largest, chunk)
+            strict = np.tril(-(keys @ keys.T) * beta, -1).astype("float32")
+            packed.append(strict)
+            expected.append(np.linalg.inv(np.eye(chunk) - strict.astype(float)))
+        for block in (2, 4):
+            got = run(
+                inverted, np.hstack(packed), block=block, depth=depth, dtype=dtype, passes=passes
+            )
+            found = error(got, np.hstack(expected))
+            assert found < bound * unit * 2.0**24, (kind, block, found)
+
+
+def stepped(decayed, value, made, relations_of, keys, decay, state, dtype, inverse_dtype):
+    """Output and state of ``recurrence.advance``."""
+    states, outputs = [state], []
+    handover = recurrence.Handover(
+        *(functools.partial(lambda x: x, x) for x in (decayed, value, made, relations_of, keys)),
+        decay=lambda: decay,
+    )
+    result(
+        recurrence.advance(
+            handover, states, 0, outputs.append, dtype=dtype, inverse_dtype=inverse_dtype
+        )
+    )
+    return outputs[0], states[0]
+
+
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (BF16, F32), (F32, F32)], ids=str)
+def test_a_step_of_the_recurrence(dtypes):
+    rng = np.random.default_rng(0)
+    shapes = ((128, 128), (64, 256), (64, 64), (64, 64), (128, 64), (128, 1), (128, 256))
+    operands = [rng.standard_normal(shape).astype("float32") for shape in shapes]
+    decayed, value, made, relations_of, keys, decay, state = (x.astype(float) for x in operands)
+    seen = decayed @ state
+    corrected = made @ (value - seen[64:])
+    expected = seen[:64] + relations_of @ corrected, state * decay + keys @ corrected
+    got = run(stepped, *operands, dtype=dtypes[0], inverse_dtype=dtypes[1])
+    bound = BOUND_F32 if dtypes[0] == F32 else 5e-3
+    assert all(error(x, y) < bound for x, y in zip(got, expected, strict=True))
+    # the first product alone is in ``dtype``
+    decayed[:] = operands[0][:] = 0.0
+    corrected = made @ value
+    expected = relations_of @ corrected, state * decay + keys @ corrected
+    got = run(stepped, *operands, dtype=dtypes[0], inverse_dtype=dtypes[1])
+    bound = {(BF16, F32): 2e-5}.get(dtypes, bound)
+    assert all(error(x, y) < bound for x, y in zip(got, expected, strict=True))
