@@ -85,9 +85,9 @@ def invert(
     ``load(start, count)`` reads rows of its A [C, 128] f32.
 
     Diagonal blocks of ``block`` rows come first: for 2 they are I + A, for 4 and 8 a Neumann
-    product (I + A)(I + A^2)(I + A^4). With keys that are all alike a power of A grows to some 50
-    times the inverse for blocks of 8, and its rounding with it; blocks of 2 and 4 lose nothing.
-    Yields after every product.
+    product (I + A)(I + A^2)(I + A^4). With keys that are nearly alike, powers of A
+    outgrow the inverse in blocks of 8: its error is up to 50 times that of blocks of 2 or 4, which
+    are equally good. Yields after every product.
     """
     compact = yield from _base_blocks(load, chunk, block, _BlockProduct(depth, dtype, passes))
     return (yield from _merge(compact, load, chunk, dtype, passes))
