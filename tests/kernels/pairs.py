@@ -23,7 +23,7 @@ AXES: dict[str, tuple[Any, ...]] = {
         ("bounded", "bounded", 16),
         ("bounded", "bounded", 32),
     ),
-    "heads": ((1, 1), (2, 1), (8, 4), (32, 2)),
+    "heads": ((1, 1), (2, 1), (8, 4), (12, 2)),
     "batch": (1, 2),
     "states": ((False, False), (True, False), (False, True), (True, True)),
     "qk_l2norm": (False, True),

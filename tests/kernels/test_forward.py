@@ -11,33 +11,27 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from kdagen.measure import operands
+from kdagen.generate import generate
+from kdagen.measure import kinds, operands, verify
+from kdagen.measure.accuracy import relative_error
+from kdagen.measure.kinds import Kind
 from kdagen.problem import Problem
 from kdagen.variant import Variant
-from tests.kernels.calls import (
-    BOUND,
-    assert_close,
-    call,
-    compiled,
-    draw,
-    errors,
-    kinds,
-    reference,
-    relative_error,
-    traceable,
-)
+from tests.kernels.calls import CHIP, assert_close, assert_within, call, with_heads
 
-# Nearly parallel keys, strong writes and slow decay: the inverse has a large norm.
-BOUND_ILL_CONDITIONED = 2e-2
-LENGTHS = (1, 2, 7, 16, 63, 64, 65, 127, 128, 129, 191, 200)
+LENGTHS = (1, 2, 7, 63, 64, 65, 128, 129, 199)
 
 # One pack, which compiles for the CPU in seconds, in blocks of two chunks.
 SMALL = Variant(heads=1, chunks=2)
 SMALL_UNBOUNDED = dataclasses.replace(SMALL, decay="unbounded", sub_block=8)
 
-LOG_DECAY = Problem(tokens=200, heads=3, initial_state=True, final_state=True)
-SOFTPLUS = dataclasses.replace(LOG_DECAY, gate="softplus", qk_l2norm=True)
-BOUNDED = dataclasses.replace(SOFTPLUS, gate="bounded", lower_bound=-5.0)
+_PLAIN = Problem(tokens=200, heads=1, initial_state=True, final_state=True)
+_RAW = dataclasses.replace(_PLAIN, gate="softplus", qk_l2norm=True)
+# a head for every kind of data: kernels of one shape, compiled once for most tests
+LOG_DECAY, SOFTPLUS, BOUNDED = (
+    with_heads(problem, kinds.every(problem))
+    for problem in (_PLAIN, _RAW, dataclasses.replace(_RAW, gate="bounded", lower_bound=-5.0))
+)
 SMALL_CALLS = ((LOG_DECAY, SMALL_UNBOUNDED), (SOFTPLUS, SMALL_UNBOUNDED), (BOUNDED, SMALL))
 # log decays and the two raw kinds take turns
 SWEEP = [(t, *SMALL_CALLS[i % 2 * (1 + i // 2 % 2)]) for i, t in enumerate(LENGTHS)]
@@ -66,92 +60,76 @@ def test_the_interpreter_fills_what_nobody_wrote_with_nan():
 
 
 @pytest.mark.parametrize(("tokens", "problem", "variant"), SWEEP, ids=gate_of)
-def test_every_length_at_every_gate(tokens, problem, variant):
+def test_every_length(tokens, problem, variant):
+    """On four heads a kind of data: one of a few tokens may be unlucky in all its roundings."""
     problem = dataclasses.replace(problem, tokens=tokens)
-    assert_close(
-        {kind: errors(problem, variant, draw(problem, kind, tokens)) for kind in kinds(problem)}
-    )
+    assert_close(problem, variant, kinds.telling(problem) * 4, tokens)
 
 
 @pytest.mark.parametrize(("problem", "variant"), SMALL_CALLS, ids=gate_of)
-def test_every_gate_over_several_blocks(problem, variant):
-    assert_close({kind: errors(problem, variant, draw(problem, kind)) for kind in kinds(problem)})
+def test_data_of_every_kind_over_several_blocks(problem, variant):
+    assert_close(problem, variant, kinds.every(problem))
 
 
 @pytest.mark.parametrize(("problem", "variant"), SMALL_CALLS, ids=gate_of)
 def test_the_same_call_twice_gives_the_same_bits(problem, variant):
-    values = draw(problem, kinds(problem)[0])
+    values = kinds.draw(problem, kinds.telling(problem))
     first, second = (call(problem, variant, values) for _ in range(2))
     for name, x in first.items():
         assert np.array_equal(np.asarray(x).view(np.uint8), np.asarray(second[name]).view(np.uint8))
 
 
-@pytest.mark.parametrize("reset", [1, 63, 64, 100, 128, 135, 199])
-def test_nothing_leaks_through_a_reset(reset):
-    values = draw(LOG_DECAY, "0.05", reset)
-    gate = np.asarray(values["gate"]).copy()
-    gate[:, :, reset] = -1e4
-    large = np.asarray(values["value"]).copy()
-    large[:, :, :reset] *= 1000
-    values |= {"gate": jnp.asarray(gate), "value": jnp.asarray(large)}
-    values["initial_state"] = 1000 * values["initial_state"]
-    got = call(LOG_DECAY, SMALL_UNBOUNDED, values)
-    expected = reference(LOG_DECAY, values)
-    after = {"output": (slice(None), slice(None), slice(reset, None)), "final_state": ()}
-    assert_close(
-        {
-            "": {
-                name: relative_error(got[name][at], expected[name][at])
-                for name, at in after.items()
-            }
-        }
-    )
+def test_nothing_leaks_through_a_reset_wherever_it_falls():
+    resets = [1, 63, 64, 100, 128, 135, 199]
+    given = [Kind("-0.05")] * len(resets)
+    problem = LOG_DECAY
+    values = kinds.draw(problem, given)
+    gate, value, state = (np.array(values[name]) for name in ("gate", "value", "initial_state"))
+    for head, reset in enumerate(resets):
+        gate[head, :, reset] = -1e4
+        value[head, :, :reset] *= kinds.LEAK
+        state[:, :, head] *= kinds.LEAK
+    values |= {
+        "gate": jnp.asarray(gate), "value": jnp.asarray(value), "initial_state": jnp.asarray(state),
+    }  # fmt: skip
+    got = call(problem, SMALL_UNBOUNDED, values)
+    expected = verify.reference(problem, values)
+    for head, reset in enumerate(resets):
+        after = relative_error(got["output"][head, :, reset:], expected["output"][head, :, reset:])
+        state = relative_error(got["final_state"][:, :, head], expected["final_state"][:, :, head])
+        assert max(after, state) <= given[head].bound("output", problem), reset
 
 
 def test_a_slow_channel_beside_a_fast_one_keeps_its_state():
     """Held channel by channel: the error of the whole would not show the fast ones, which hold
     hardly any of the state."""
+    given = [Kind("fast and slow channels")]
     problem = BOUNDED
-    values = draw(problem, "fast and slow channels")
-    expected = reference(problem, values)["final_state"]
+    values = kinds.draw(problem, given)
+    expected = verify.reference(problem, values)["final_state"]
     slow = np.asarray(values["delta_time_bias"]) < 0
     got = np.asarray(call(problem, SMALL, values)["final_state"])
     for head, channels in enumerate(slow):
-        mine = (slice(None), slice(None), head, channels)
-        other = (slice(None), slice(None), head, ~channels)
-        assert relative_error(got[mine], expected[mine]) <= BOUND
-        assert relative_error(got[other], expected[other]) <= BOUND
-
-
-@pytest.mark.parametrize(("problem", "variant"), SMALL_CALLS, ids=gate_of)
-@pytest.mark.parametrize("noise", [0.0, 0.05])
-def test_parallel_keys_that_are_written_hard(problem, variant, noise):
-    rng = np.random.default_rng(3)
-    values = draw(problem, "0.001" if problem.gate == "log_decay" else "slow")
-    shape = values["key"].shape
-    key = rng.standard_normal((*shape[:2], 1, shape[3])) + noise * rng.standard_normal(shape)
-    key /= np.linalg.norm(key, axis=-1, keepdims=True)
-    values["key"] = jnp.asarray(key, "bfloat16")
-    values["beta"] = jnp.asarray(rng.uniform(0.9, 1.0, values["beta"].shape), "bfloat16")
-    assert_close({"": errors(problem, variant, values)}, BOUND_ILL_CONDITIONED)
+        for mine in (channels, ~channels):
+            at = (slice(None), slice(None), head, mine)
+            assert relative_error(got[at], expected[at]) <= given[0].bound("final_state", problem)
 
 
 @pytest.mark.parametrize(("problem", "variant"), SMALL_CALLS, ids=gate_of)
 def test_tokens_that_are_all_the_same(problem, variant):
-    values = draw(problem, kinds(problem)[0])
+    given = kinds.telling(problem)[:1]
+    values = kinds.draw(problem, given)
     for name in ("query", "key", "value", "gate", "beta"):
         first = values[name][:, :, :1]
         values[name] = jnp.broadcast_to(first, values[name].shape)
-    assert_close({"": errors(problem, variant, values)})
+    assert_within(problem, given, call(problem, variant, values), verify.reference(problem, values))
 
 
 def test_a_rate_of_one_and_no_bias_where_neither_is_given():
-    values = draw(BOUNDED, "moderate")
+    given = [Kind("moderate")]
+    values = kinds.draw(BOUNDED, given)
     del values["a_log"], values["delta_time_bias"]
-    arguments = [values.get(name) for name in operands.inputs(BOUNDED)]
-    got = compiled(BOUNDED, SMALL)(*arguments)
-    for x, expected in zip(got, reference(BOUNDED, values).values(), strict=True):
-        assert relative_error(x, expected) <= BOUND
+    assert_within(BOUNDED, given, call(BOUNDED, SMALL, values), verify.reference(BOUNDED, values))
 
 
 @functools.cache
@@ -161,7 +139,8 @@ def _products(problem: Problem, variant: Variant) -> list[tuple[str, str, str]]:
         None if given is None else jax.ShapeDtypeStruct(*given)
         for given in operands.inputs(problem).values()
     ]
-    found, waiting = [], [jax.make_jaxpr(traceable(problem, variant))(*arguments).jaxpr]
+    traced = jax.make_jaxpr(verify.traceable(generate(problem, variant, CHIP), problem))(*arguments)
+    found, waiting = [], [traced.jaxpr]
     while waiting:
         for equation in waiting.pop().eqns:
             if equation.primitive.name == "dot_general":

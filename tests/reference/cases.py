@@ -9,18 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kdagen.measure.accuracy import bound, relative_error
 from kdagen.reference.oracle import recurrent_float64_vjp
-
-# rms(x - reference) / rms(reference), per dtype of the inputs and per tensor.
-BOUNDS = {
-    "float32": {"output": 2e-5, "input": 5e-5, "gate": 2e-4, "parameter": 2e-4},
-    "bfloat16": {"output": 5e-3, "input": 5e-3, "gate": 8e-3, "parameter": 6e-3},
-}
-KIND = {
-    "output": "output", "final_state": "output",
-    "query": "input", "key": "input", "value": "input", "initial_state": "input",
-    "gate": "gate", "beta": "gate", "a_log": "parameter", "delta_time_bias": "parameter",
-}  # fmt: skip
 
 
 @dataclass
@@ -119,23 +109,10 @@ def make_case(
     )  # fmt: skip
 
 
-def relative_error(x: Any, reference: np.ndarray) -> float:
-    """rms(x - reference) / rms(reference); where that is 0, 0 if x is within 1e-30. Else inf."""
-    x = np.asarray(x).astype(np.float64)
-    assert x.shape == reference.shape, (x.shape, reference.shape)
-    if not np.isfinite(x).all():
-        return float("inf")
-    size = np.sqrt(np.mean(reference**2))
-    if size == 0:
-        return 0.0 if np.abs(x).max() < 1e-30 else float("inf")
-    return float(np.sqrt(np.mean((x - reference) ** 2)) / size)
-
-
-def assert_close(found: dict[str, Any], case: Case, factor: float = 1.0) -> None:
-    """Every tensor of `found` is within its bound, `factor` times the usual one."""
-    bounds = BOUNDS[case.operands["query"].dtype.name]
-    reference = case.reference()
+def assert_close(found: dict[str, Any], case: Case, **hardness: Any) -> None:
+    """Every tensor of `found` is within its bound, `hardness` being more arguments of it."""
+    dtype, reference = case.operands["query"].dtype.name, case.reference()
     errors = {name: relative_error(x, reference[name]) for name, x in found.items()}
-    limits = {name: factor * bounds[KIND[name]] for name in found}
-    wrong = {name: (errors[name], limits[name]) for name in found if errors[name] > limits[name]}
+    limits = {name: bound(name, dtype, **hardness) for name in found}
+    wrong = {n: (errors[n], limits[n]) for n in found if not errors[n] <= limits[n]}
     assert not wrong, f"error and bound: {wrong}; all errors: {errors}"
