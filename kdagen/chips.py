@@ -102,7 +102,9 @@ class Chip:
         return self.calibration is not None
 
 
-# How: python benchmarks/calibrate.py --fit, with libtpu 0.0.52.
+CALIBRATED_WITH = "0.0.52"
+"""The libtpu whose schedules the models were fitted to: python benchmarks/calibrate.py --fit."""
+
 _FITTED = (
     "issue rate and bandwidth, by least squares of the log error, to published times of tokamax's "
     "KDA backward, softmax loss, attention and layer norm; latency assumed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import sys
@@ -20,13 +21,34 @@ _EXISTING_FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
 
 
 class _Group(click.Group):
-    """Shows the project's own errors as one line: a traceback is for bugs."""
+    """Shows the project's own errors as one line, and Ctrl-C as its own exit status: a traceback is
+    for bugs, and click takes Ctrl-C for a failure."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except KdagenError as error:
             raise click.ClickException(str(error)) from error
+        except KeyboardInterrupt:
+            click.echo("stopped", err=True)
+            ctx.exit(130)
+
+
+class _Minutes(click.FloatRange):
+    """A finite number above 0: click's own range lets NaN through."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0, min_open=True)
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        minutes = super().convert(value, param, ctx)
+        if not math.isfinite(minutes):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return minutes
+
+
+def _note(text: str) -> None:
+    click.echo(text, err=True)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -41,8 +63,9 @@ def main() -> None:
 
 @main.command()
 @click.option("--chip", type=_CHIP, required=True, help="Chip to tune for.")
-@click.option("--shapes", type=_EXISTING_FILE, required=True, help="YAML file of shapes.")
+@click.option("--shapes", type=_EXISTING_FILE, help="YAML file of shapes.")
 @click.option("--shape", "names", multiple=True, help="Only this shape of the file; repeatable.")
+@click.option("--problem", "fields", metavar="JSON", help="One shape, in place of a file.")
 @click.option(
     "--trials",
     type=click.IntRange(min=1),
@@ -52,7 +75,7 @@ def main() -> None:
 )
 @click.option(
     "--budget",
-    type=click.FloatRange(min=0, min_open=True),
+    type=_Minutes(),
     metavar="MINUTES",
     help="Start no candidate after this time; checks of would-be winners still end.",
 )
@@ -72,8 +95,9 @@ def main() -> None:
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sampler.")
 def tune(
     chip: str,
-    shapes: Path,
+    shapes: Path | None,
     names: tuple[str, ...],
+    fields: str | None,
     trials: int,
     budget: float | None,
     db: Path | None,
@@ -83,22 +107,34 @@ def tune(
     """Search for the best kernel of each shape, and record every candidate.
 
     Ctrl-C keeps what was done; the same command goes on from there. Exits with status 1 where a
-    shape ends without a winner, and with 130 after Ctrl-C.
+    shape ends without a winner, and with 130 after Ctrl-C. Two names of one shape are tuned once.
 
     \b
     Example:
       kdagen tune --chip v7x --shapes examples/shapes.yaml
       kdagen tune --chip v6e --shapes examples/shapes.yaml --shape train-fixed --trials 60 --jobs 2
+      kdagen tune --chip v6e --problem '{"tokens": 8192, "heads": 32}'
     """
     from kdagen.report import tables
     from kdagen.report.progress import Printer
+    from kdagen.search.choice import parse_problem, problem_name
     from kdagen.search.run import Plan
     from kdagen.search.run import tune as run
     from kdagen.store.tuned import Store, default_path
 
+    if (shapes is None) == (fields is None):
+        raise click.UsageError("--shapes and --problem: one of them must be given, and only one")
+    if fields is not None:
+        if names:
+            raise click.UsageError("--shape: it picks from a file of --shapes, and there is none")
+        problem = parse_problem(fields)
+        wanted = {problem_name(problem): problem}
+    else:
+        assert shapes is not None
+        wanted = _select(load_shapes(shapes), names)
     plan = Plan(
         chip=get_chip(chip),
-        shapes=_select(load_shapes(shapes), names),
+        shapes=wanted,
         trials=trials,
         budget_seconds=None if budget is None else budget * 60.0,
         jobs=jobs,
@@ -136,9 +172,10 @@ def render(
     use_default: bool,
     parameters: str | None,
 ) -> None:
-    """Print the generated module of a shape: of its winner, or of the default variant if none.
+    """Print the module that a call of a shape runs on.
 
-    Which one it is goes to standard error.
+    It is that of the shape's winner, else of the nearest tuned shape whose variant is legal here,
+    else of the default variant. Which one it is goes to standard error.
 
     \b
     Example:
@@ -157,7 +194,7 @@ def render(
     elif name is not None and shapes is not None:
         problem = _select(load_shapes(shapes), (name,))[name]
     elif name is not None:
-        found = lookup.find_problem(name, tables)
+        found = lookup.find_problem(name, tables, _note)
         if found is None:
             raise click.UsageError(f"--shape: no table knows {name!r}; give its file by --shapes")
         problem = found
@@ -227,7 +264,7 @@ def ship(chip: str, db: Path | None, out: Path) -> None:
     from kdagen.store import transfer
     from kdagen.store.tuned import default_path
 
-    winners = transfer.ship(db or default_path(), out, chip)
+    winners = transfer.ship(db or default_path(), out, chip, note=_note)
     click.echo(f"{out}: {len(winners)} winners for {chip}")
 
 

@@ -71,9 +71,11 @@ class Problem:
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
-        put("value_heads", self.value_heads or self.heads)
-        put("gate_dtype", self.gate_dtype or self.dtype)
-        put("beta_dtype", self.beta_dtype or self.dtype)
+        if _is_int(self.value_heads) and self.value_heads == 0:
+            put("value_heads", self.heads)
+        for name in ("gate_dtype", "beta_dtype"):
+            if getattr(self, name) == "":
+                put(name, self.dtype)
         if isinstance(self.segments, list):
             put("segments", tuple(self.segments))
         if self.gate == "bounded" and isinstance(self.lower_bound, int):
@@ -179,6 +181,8 @@ def canonical_json(value: Any) -> str:
 def load_shapes(path: str | Path) -> dict[str, Problem]:
     """Reads a shapes file: a YAML mapping from a name to the fields of a ``Problem``.
 
+    Anchors and merge keys work: ``b: {<<: *a, tokens: 4096}`` is ``a`` of another length.
+
     Raises:
       ProblemError: no such file, not such a mapping, or a bad field; the message names the file,
         the shape and the field.
@@ -188,12 +192,14 @@ def load_shapes(path: str | Path) -> dict[str, Problem]:
     class UniqueKeys(yaml.SafeLoader):
         """YAML's own loader keeps the last of two equal keys and loses the first in silence."""
 
-        def construct_mapping(self, node, deep=False):
-            names = [self.construct_object(key, deep=True) for key, _ in node.value]
-            twice = sorted({str(name) for name in names if names.count(name) > 1})
+        # As written: with its merge keys (<<) resolved, a mapping may rightly hold a field twice.
+        def compose_mapping_node(self, anchor):
+            node = super().compose_mapping_node(anchor)
+            names = [str(key.value) for key, _ in node.value]
+            twice = sorted({name for name in names if names.count(name) > 1})
             if twice:
                 raise ProblemError(f"{', '.join(twice)}: stands there twice; a name may stand once")
-            return super().construct_mapping(node, deep)
+            return node
 
     path = Path(path)
     try:

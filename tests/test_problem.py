@@ -125,7 +125,17 @@ def test_a_bounded_gate_needs_its_bound(bound):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("gate", ["bounded"]), ("dtype", ["bfloat16"]), ("segments", {"a": 1}), ("heads", [4])],
+    [
+        ("gate", ["bounded"]),
+        ("dtype", ["bfloat16"]),
+        ("segments", {"a": 1}),
+        ("heads", [4]),
+        ("beta_dtype", 0),
+        ("gate_dtype", False),
+        ("gate_dtype", None),
+        ("value_heads", False),
+        ("value_heads", None),
+    ],
 )
 def test_what_yaml_may_hold_in_place_of_a_value_is_refused_too(name, value):
     with pytest.raises(ProblemError, match=f"^{name}: got"):
@@ -158,6 +168,19 @@ def test_a_file_of_shapes_keeps_names_and_order(tmp_path):
         tokens=128, heads=3, gate="bounded", lower_bound=-5.0, segments=(60, 68)
     )
     assert load_shapes(str(path)) == shapes
+
+
+def test_a_shape_may_be_another_with_changes(tmp_path):
+    path = write(
+        tmp_path,
+        "a: &a {tokens: 64, heads: 2, qk_l2norm: true}\n"
+        "b: &b {<<: *a, tokens: 128}\n"
+        "c:\n  <<: [*b, *a]\n  heads: 4\n",
+    )
+    a, b, c = load_shapes(path).values()
+    assert a == Problem(tokens=64, heads=2, qk_l2norm=True)
+    assert b == Problem(tokens=128, heads=2, qk_l2norm=True)
+    assert c == Problem(tokens=128, heads=4, qk_l2norm=True)
 
 
 def test_the_example_shapes_load():

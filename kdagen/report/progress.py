@@ -41,6 +41,8 @@ class Printer:
                 f"{search.name}: {words.problem(search.problem)}"
                 + (known if search.taken_over else "")
             )
+        for name, other in run.same.items():
+            self._say(f"{name}: the same problem as {other}; it is tuned once, under that name")
         self._say(words.origin(run.source, run.environment, run.chip))
 
     def report(self, progress: Progress) -> None:

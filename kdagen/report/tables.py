@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,8 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kdagen.chips import get_chip
+from kdagen.chips import CHIPS, get_chip
 from kdagen.report import words
+from kdagen.runtime.table import read_variant
 from kdagen.search.run import Run, Summary
 from kdagen.search.shape import ShapeSearch
 from kdagen.store.tuned import Entry, Store
@@ -53,6 +53,8 @@ def summary(run: Run) -> Table:
         table.add_row(*_summary_row(search))
     for name in run.refused:
         table.add_row(name, "refused")
+    for name, other in run.same.items():
+        table.add_row(name, f"that of {other}")
     return table
 
 
@@ -193,6 +195,13 @@ def print_tables(
     for path in paths:
         with Store(path, read_only=True) as store:
             rows = store.entries(chip=chip, name=name)
+            left_out = store.left_out
+        unknown = Counter(r.environment.chip for r in rows if r.environment.chip not in CHIPS)
+        left_out += [
+            f"{path}: left out {n} rows of {c}, an unknown chip" for c, n in unknown.items()
+        ]
+        _print_notes(console, left_out)
+        rows = [row for row in rows if row.environment.chip in CHIPS]
         for environment, group in itertools.groupby(rows, key=lambda row: row.environment):
             members = list(group)
             shown = [row for row in members if every or row.is_winner]
@@ -216,6 +225,6 @@ def _place(row: Entry) -> tuple[int, str, str]:
 
 def _variant(text: str) -> Variant | str:
     try:
-        return Variant.from_dict(json.loads(text))
+        return read_variant(text)
     except VariantError:
         return text  # of a version with other parameters

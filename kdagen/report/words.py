@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kdagen.chips import Chip
+from kdagen.chips import CALIBRATED_WITH, Chip
 from kdagen.problem import Problem
 from kdagen.store.tuned import Environment, Result
 from kdagen.variant import Variant
@@ -90,9 +90,15 @@ def origin(source: str, environment: Environment, chip: Chip) -> str:
     versions = f"libtpu {environment.libtpu}, JAX {environment.jax}"
     if source == "hardware":
         return f'source "hardware": device time measured on {chip.name} ({versions})'
+    known = calibration(chip)
+    if chip.calibration is not None and environment.libtpu != CALIBRATED_WITH:
+        known += (
+            f"; calibrated with libtpu {CALIBRATED_WITH}, and how good it is on the schedules of "
+            f"libtpu {environment.libtpu} is not known"
+        )
     return (
         f'source "compiler": modelled from the compiler\'s schedule, not measured ({versions}); '
-        + calibration(chip)
+        f"{known}"
     )
 
 

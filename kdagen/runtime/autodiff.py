@@ -20,6 +20,10 @@ from kdagen.runtime.target import warn_once
 Operands = dict[str, jax.Array | None]
 Outputs = tuple[jax.Array, jax.Array | None]
 
+_NO_BACKWARD = (
+    "kimi_delta_attention has no backward kernel in this version: the gradient of a Pallas forward "
+    "runs on 'xla_chunked'"
+)
 STATES_NAME = "kda_chunk_states"
 INPUT_NAME = "kda_{}"
 
@@ -34,11 +38,13 @@ class Rule:
       options: the static part of the call.
       kernel: for the first and the last, a hashable function from (operands, options) to (output,
         final state).
+      notes: what is to be told should the program be lowered for a TPU.
     """
 
     implementation: str
     options: Options
     kernel: Callable[[Operands, Options], Outputs] | None = None
+    notes: tuple[str, ...] = ()
 
 
 @jax.tree_util.register_static
@@ -62,11 +68,22 @@ def _once_differentiable(function: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
+def _told_on_tpu(operands: Operands, notes: tuple[str, ...]) -> Operands:
+    """The operands; a program with them warns of `notes` when it is lowered for a TPU."""
+    from kdagen.runtime.lowering import told_on_tpu
+
+    beta = operands["beta"]
+    assert beta is not None
+    return {**operands, "beta": told_on_tpu(beta, notes)}
+
+
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _forward(
     operands: Operands, boundaries: jax.Array | None, rule: Rule, keep_states: bool
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     options = rule.options
+    if rule.notes:
+        operands = _told_on_tpu(operands, rule.notes)
     if rule.implementation == "recurrent":
         reached, state = recurrent(operands, boundaries, options)
         return reached, state if options.output_final_state else None, None
@@ -95,6 +112,8 @@ def _backward(
     wanted: tuple[str, ...],
 ) -> dict[str, jax.Array]:
     states, d_output, d_final = given
+    if rule.implementation == "by_platform":
+        operands = _told_on_tpu(operands, (_NO_BACKWARD,))
     if rule.implementation != "recurrent":
         return chunked.backward(
             operands, boundaries, states, d_output, d_final, wanted, rule.options
@@ -129,11 +148,8 @@ def _attend_forward(rule: Rule, operands: Any, boundaries: Any) -> tuple[Outputs
     wanted = tuple(name for name, x in operands.items() if x is not None and x.perturbed)
     edges = None if boundaries is None else boundaries.value
     keep = rule.implementation == "xla_chunked" and rule.options.residuals == "save"
-    if wanted and rule.kernel is not None:
-        warn_once(
-            "kimi_delta_attention has no backward kernel in this version: the gradient of a Pallas "
-            "forward runs on 'xla_chunked'"
-        )
+    if wanted and rule.implementation == "pallas":
+        warn_once(_NO_BACKWARD)
 
     def run(values: Operands, edges: jax.Array | None) -> Any:
         return _forward(values, edges, rule, keep and bool(wanted))

@@ -20,6 +20,7 @@ import functools
 import importlib.metadata
 import json
 import math
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -29,7 +30,14 @@ import jax
 from kdagen.chips import CHIPS, Chip
 from kdagen.errors import KdagenError
 from kdagen.problem import Problem, ProblemError, canonical_json
-from kdagen.runtime.table import Row, packaged_tables, read_table, user_table
+from kdagen.runtime.table import (
+    Row,
+    packaged_tables,
+    read_problem,
+    read_table,
+    read_variant,
+    user_table,
+)
 from kdagen.runtime.target import NoKernelError, warn_once
 from kdagen.variant import Variant, VariantError, check, default_variant
 
@@ -54,11 +62,13 @@ class Choice:
       variant: what to run.
       origin: "tuned", "nearest" or "default".
       note: for the last two, what was missing and what was taken instead, in words.
+      table: for the first, the file of the row.
     """
 
     variant: Variant
     origin: str
     note: str = ""
+    table: Path | None = None
 
 
 _settings = Settings()
@@ -75,7 +85,7 @@ def configure(*, db: str | Path | None = None, strict: bool = False) -> None:
     """
     global _settings
     _settings = Settings(None if db is None else Path(db), bool(strict))
-    _choose.cache_clear()
+    find.cache_clear()
     read_table.cache_clear()
 
 
@@ -87,17 +97,23 @@ def choose(problem: Problem, chip: Chip) -> Choice:
       UntunedError: `strict`, and no tuned row.
       TableError: a table that was named is absent or unreadable.
     """
-    choice = _choose(problem, chip, _settings)
+    choice = find(problem, chip, tables_in_use())
     if choice.origin != "tuned":
-        message = f"{choice.note} To tune it: {tune_command(problem, chip)}"
+        message = f"{choice.note} To tune it: {tune_command(problem, chip, _settings.db)}"
         if _settings.strict:
             raise UntunedError(message)
         warn_once(message)
     return choice
 
 
-def tune_command(problem: Problem, chip: Chip) -> str:
-    """Shell commands that tune exactly this problem."""
+def tables_in_use() -> tuple[Path, ...]:
+    """The tables that are asked, in this order: the user's, then the packaged ones."""
+    own = _settings.db or user_table()
+    return (*([] if own is None else [own]), *packaged_tables())
+
+
+def tune_command(problem: Problem, chip: Chip, db: Path | None = None) -> str:
+    """A shell command that tunes exactly this problem, into the table `db` if there is one."""
     facts = {
         f.name: getattr(problem, f.name)
         for f in fields(problem)
@@ -106,12 +122,18 @@ def tune_command(problem: Problem, chip: Chip) -> str:
     for name, same in (("value_heads", "heads"), ("gate_dtype", "dtype"), ("beta_dtype", "dtype")):
         if facts.get(name) == getattr(problem, same):
             del facts[name]
-    shape = canonical_json({"my-shape": facts})
-    return f"echo '{shape}' > shapes.yaml && kdagen tune --chip {chip.name} --shapes shapes.yaml"
+    command = ["kdagen", "tune", "--chip", chip.name, "--problem", canonical_json(facts)]
+    return shlex.join(command if db is None else [*command, "--db", str(db)])
 
 
 @functools.lru_cache(maxsize=1024)
-def _choose(problem: Problem, chip: Chip, settings: Settings) -> Choice:
+def find(problem: Problem, chip: Chip, tables: tuple[Path, ...]) -> Choice:
+    """What `choose` chooses from these tables, without a word.
+
+    Raises:
+      NoKernelError: no variant is legal, so no kernel serves the problem.
+      TableError: a table is absent or unreadable.
+    """
     from kdagen.generate import code_hash
 
     generator = code_hash()
@@ -119,13 +141,13 @@ def _choose(problem: Problem, chip: Chip, settings: Settings) -> Choice:
         default = default_variant(problem, chip)
     except VariantError as error:
         raise NoKernelError(str(error)) from error
-    tables = _tables(chip, settings)
-    for table in tables:
+    by_table = [_of_chip(path, chip) for path in tables]
+    for path, table in zip(tables, by_table, strict=True):
         same_key = [row for row in table if row.problem_key == problem.key()]
         current = [row for row in same_key if row.generator == generator]
         if (found := _first_legal(_by_trust(current, problem), problem, chip)) is not None:
-            return Choice(found[1], "tuned")
-    rows = [row for table in tables for row in table]
+            return Choice(found[1], "tuned", table=path)
+    rows = [row for table in by_table for row in table if _parsed(row) is not None]
     asked = f"kdagen: {problem.to_json()} is not tuned for {chip.name}"
     nearest = sorted(_by_trust(rows, problem), key=lambda row: _distance(row, problem))
     if (found := _first_legal(nearest, problem, chip)) is not None:
@@ -134,19 +156,13 @@ def _choose(problem: Problem, chip: Chip, settings: Settings) -> Choice:
             what = "a row tuned with another version of the kernels"
         else:
             what = f"the variant tuned for {row.problem}, which is legal here"
-        return Choice(variant, "nearest", f"{asked}; it runs on {what}.")
+        note = f"{asked}; it runs on {what}."
+        return Choice(variant, "nearest", note)
     return Choice(default, "default", f"{asked}; it runs on the default variant.")
 
 
-def _tables(chip: Chip, settings: Settings) -> list[list[Row]]:
-    """The chip's rows of every table, the user's first: it is asked before the packaged ones."""
-    own = settings.db or user_table()
-    found = [] if own is None else [_of_chip(own, chip, immutable=False)]
-    return found + [_of_chip(path, chip, immutable=True) for path in packaged_tables()]
-
-
-def _of_chip(path: Path, chip: Chip, *, immutable: bool) -> list[Row]:
-    by_key = read_table(path, immutable).get(chip.name, {})
+def _of_chip(path: Path, chip: Chip) -> list[Row]:
+    by_key = read_table(path, path in packaged_tables()).get(chip.name, {})
     return [row for rows in by_key.values() for row in rows]
 
 
@@ -177,8 +193,8 @@ def _libtpu_version() -> str:
 def _first_legal(rows: Iterable[Row], problem: Problem, chip: Chip) -> tuple[Row, Variant] | None:
     for row in rows:
         try:
-            variant = Variant.from_dict(json.loads(row.variant))
-        except (VariantError, ValueError):
+            variant = read_variant(row.variant)
+        except VariantError:
             continue  # of another version: a parameter has gone or come
         if check(variant, problem, chip) is None:
             return row, variant
@@ -190,8 +206,8 @@ _SIZES = ("heads", "value_heads", "key_dim", "value_dim")
 
 def _parsed(row: Row) -> Problem | None:
     try:
-        return Problem.from_dict(json.loads(row.problem))
-    except (ProblemError, ValueError):
+        return read_problem(row.problem)
+    except ProblemError:
         return None  # of another version
 
 

@@ -161,19 +161,22 @@ def _by_platform(call: Call) -> Rule:
     try:
         kernel = pallas.portable_kernel(call, interpret=False)
     except NoKernelError as error:
-        _warn([str(error)], "xla_chunked")
-        return Rule("xla_chunked", call.options)
-    warn_once(
-        "kimi_delta_attention does not know which device this trace is for: should it be a TPU, it "
+        return Rule("xla_chunked", call.options, notes=(_fallback(str(error), "xla_chunked"),))
+    note = (
+        "kimi_delta_attention was traced without knowing of the TPU that it is now lowered for: it "
         "runs on a default kernel that is legal on every chip. To have the tuned one, trace under "
         "jax.set_mesh of a mesh of its devices."
     )
-    return Rule("by_platform", call.options, kernel)
+    return Rule("by_platform", call.options, kernel, (note,))
 
 
 def _warn(reasons: list[str], name: str) -> None:
     for reason in reasons:
-        warn_once(f"kimi_delta_attention runs on {name!r}, not on a Pallas kernel: {reason}")
+        warn_once(_fallback(reason, name))
+
+
+def _fallback(reason: str, name: str) -> str:
+    return f"kimi_delta_attention runs on {name!r}, not on a Pallas kernel: {reason}"
 
 
 __all__ = ["Outputs", "kimi_delta_attention"]

@@ -7,13 +7,17 @@ described in ``kdagen.store.schema``. Rows are data: parameters that are checked
 from __future__ import annotations
 
 import functools
+import json
 import os
 import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import kdagen
 from kdagen.errors import KdagenError
+from kdagen.problem import Problem, ProblemError
+from kdagen.variant import Variant, VariantError
 
 _COLUMNS = (
     "problem_key", "problem", "variant", "source", "seconds", "spread", "jax", "libtpu",
@@ -55,8 +59,40 @@ Table = dict[str, dict[str, tuple[Row, ...]]]
 """From a chip's name and a problem's key to the winners, in the order of their environments."""
 
 
+def read_problem(text: str) -> Problem:
+    """The problem of a table's cell.
+
+    Raises:
+      ProblemError: it is no JSON of a problem of this version.
+    """
+    fields = _fields(text)
+    if fields is None:
+        raise ProblemError(f"problem: got {text}; it must be a JSON object")
+    return Problem.from_dict(fields)
+
+
+def read_variant(text: str) -> Variant:
+    """The variant of a table's cell.
+
+    Raises:
+      VariantError: it is no JSON of a variant of this version.
+    """
+    fields = _fields(text)
+    if fields is None:
+        raise VariantError(f"variant: got {text}; it must be a JSON object")
+    return Variant.from_dict(fields)
+
+
+def _fields(text: str) -> dict[str, Any] | None:
+    try:
+        fields = json.loads(text)
+    except ValueError:
+        return None
+    return fields if isinstance(fields, dict) else None
+
+
 def packaged_tables() -> list[Path]:
-    """The files that came with the package."""
+    """The files that came with the package, one a chip."""
     return sorted((Path(kdagen.__file__).parent / "_tuning_db").glob("*.sqlite"))
 
 

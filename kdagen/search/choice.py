@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from kdagen.chips import Chip
 from kdagen.errors import KdagenError
 from kdagen.generate import generate
 from kdagen.problem import Problem, ProblemError
-from kdagen.store import lookup
+from kdagen.runtime import dispatch
 from kdagen.variant import Variant, VariantError, check, default_variant
 
 
@@ -32,18 +33,18 @@ def choose(
     use_default: bool = False,
     parameters: str | None = None,
 ) -> Chosen:
-    """Generate the winner that ``tables`` hold for a problem, or the default variant if none.
+    """Generate what a call with these tables runs on: the winner, the nearest row or the default.
 
     Args:
       problem, chip: what to generate for.
-      tables: result databases, looked into in turn.
+      tables: result databases, looked into in turn (``kdagen.runtime.dispatch``).
       use_default: take the default variant whatever the tables hold.
       parameters: JSON of a variant to take instead. Parameters that it does not name have the
         default variant's values.
 
     Raises:
-      VariantError: ``parameters`` is not the JSON of a variant, or of one that is not legal; or no
-        variant serves the problem.
+      VariantError: ``parameters`` is not the JSON of a variant, or of one that is not legal.
+      NoKernelError: no variant serves the problem.
     """
     if parameters is not None:
         variant = _parse_variant(parameters, default_variant(problem, chip))
@@ -51,13 +52,11 @@ def choose(
         if violation is not None:
             raise VariantError(f"variant: not legal for this shape on {chip.name}: {violation}")
         return Chosen(generate(problem, variant, chip).source, "as given")
-    found = None if use_default else lookup.find_winner(problem, chip, tables)
-    if found is not None:
-        variant, path = found
-        return Chosen(generate(problem, variant, chip).source, f"winner of {path}")
-    default = default_variant(problem, chip)
-    origin = "default" if use_default else f"default, since no table has a winner on {chip.name}"
-    return Chosen(generate(problem, default, chip).source, origin)
+    if use_default:
+        return Chosen(generate(problem, default_variant(problem, chip), chip).source, "default")
+    found = dispatch.find(problem, chip, tuple(tables))
+    source = generate(problem, found.variant, chip).source
+    return Chosen(source, found.note or f"winner of {found.table}")
 
 
 def parse_problem(text: str) -> Problem:
@@ -67,6 +66,12 @@ def parse_problem(text: str) -> Problem:
       ProblemError: not such an object.
     """
     return Problem.from_dict(_object("problem", text, ProblemError))
+
+
+def problem_name(problem: Problem) -> str:
+    """A name for a problem that no file names: its sizes and gate, and a hash of all of it."""
+    digest = hashlib.sha256(problem.to_json().encode()).hexdigest()[:6]
+    return f"b{problem.batch}-t{problem.tokens}-h{problem.heads}-{problem.gate}-{digest}"
 
 
 def _parse_variant(text: str, default: Variant) -> Variant:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from kdagen.chips import Chip, chip_for_device_kind
 from kdagen.compiler import aot
@@ -84,6 +86,7 @@ class Run:
       chip, environment, source: what the rows are made for and with.
       searches: of every problem that some variant serves.
       refused: why no variant serves the others, by name.
+      same: names whose problem has another name before them, and that one.
     """
 
     chip: Chip
@@ -91,6 +94,7 @@ class Run:
     source: str
     searches: list[ShapeSearch]
     refused: dict[str, str]
+    same: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -133,8 +137,9 @@ def tune(
       report: called after each job.
 
     Raises:
-      TuneError: this machine can neither compile for the chip nor has one; or the templates, the
-        kernels or the model were changed during the run.
+      TuneError: this machine can neither compile for the chip nor has one; the directory for
+        temporary files has white space in its path; or the templates, the kernels or the model were
+        changed during the run.
       PoolError: worker processes do not start.
     """
     started = time.monotonic()
@@ -144,10 +149,20 @@ def tune(
     reason = None if source == "hardware" else aot.can_compile(chip)
     if reason is not None:
         raise TuneError(f"cannot compile for {chip.name} here: {reason}")
+    temporary = str(Path(tempfile.gettempdir()).resolve())
+    if any(character.isspace() for character in temporary):
+        raise TuneError(
+            f"TMPDIR: got {temporary!r}; the compiler's flags take no path with white space, so "
+            "that it must name a directory without"
+        )
     made_with = environment.current(chip)
     environment_id = store.put_environment(made_with)
-    searches, refused = [], {}
+    searches, refused, same = [], {}, {}
+    first: dict[Problem, str] = {}
     for name, problem in plan.shapes.items():
+        if first.setdefault(problem, name) != name:
+            same[name] = first[problem]
+            continue
         try:
             searches.append(
                 ShapeSearch(
@@ -159,7 +174,7 @@ def tune(
     for index, search in enumerate(searches, start=1):
         if plan.budget_seconds is not None:
             search.deadline = started + plan.budget_seconds * index / len(searches)
-    run = Run(chip, made_with, source, searches, refused)
+    run = Run(chip, made_with, source, searches, refused, same)
     begin(run)
     interrupted = False
     with _pools(plan, source) as pools:

@@ -144,3 +144,7 @@ def m001_results(db: Database) -> None:
         JOIN problems AS p ON p.id = c.problem_id
         """
     )
+
+
+MIGRATIONS = (m001_results.__name__,)
+"""Names of all migrations; a file that had another is of a newer version."""

@@ -7,7 +7,6 @@ ids are counted anew, and nothing tells when it was made.
 
 from __future__ import annotations
 
-import json
 import os
 import sqlite3
 import tempfile
@@ -16,15 +15,20 @@ from pathlib import Path
 
 from kdagen.chips import get_chip
 from kdagen.problem import canonical_json
+from kdagen.runtime.table import read_variant
 from kdagen.store.schema import migrations
 from kdagen.store.tuned import Entry, Store, StoreError
-from kdagen.variant import Variant, VariantError, check
+from kdagen.variant import VariantError, check
 
 _EPOCH = "1970-01-01 00:00:00+00:00"
 
 
 def ship(
-    db: str | Path, out: str | Path, chip: str, only: Callable[[Entry], bool] | None = None
+    db: str | Path,
+    out: str | Path,
+    chip: str,
+    only: Callable[[Entry], bool] | None = None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> list[Entry]:
     """Write the winners of ``chip`` in ``db`` to the file ``out``, which is replaced.
 
@@ -36,17 +40,21 @@ def ship(
       out: the file to write.
       chip: name of the chip.
       only: which winners to take, all where None.
+      note: told of rows that stay out since they are not of this version.
 
     Returns:
       The entries of the winners written.
 
     Raises:
-      StoreError: no winner to ship, or one that is not legal or not checked; nothing is written.
+      StoreError: no winner to ship, or one that is not legal or not checked, or ``out`` cannot be
+        written; nothing is written then.
       ValueError: an unknown chip.
     """
     get_chip(chip)
     with Store(db, read_only=True) as store:
         entries = store.entries(chip=chip)
+        for text in store.left_out:
+            note(text)
     winners = _latest([e for e in entries if e.is_winner and (only is None or only(e))])
     if not winners:
         raise StoreError(f"database {db}: no winner for {chip} to ship; kdagen tune finds them")
@@ -59,7 +67,10 @@ def ship(
         if (e.environment, e.problem, e.result.source) in taken
         and (e.is_winner or (e.result.is_default and e.result.status == "ok"))
     ]
-    _write(rows, Path(out))
+    try:
+        _write(rows, Path(out))
+    except OSError as error:
+        raise StoreError(f"file {out}: cannot be written: {error.strerror or error}") from error
     return winners
 
 
@@ -80,7 +91,7 @@ def _require_shippable(entry: Entry) -> None:
     result, chip = entry.result, get_chip(entry.environment.chip)
     what = f"{entry.name} on {chip.name}"
     try:
-        variant = Variant.from_dict(json.loads(result.variant))
+        variant = read_variant(result.variant)
     except VariantError as error:
         raise StoreError(f"{what}: its variant is not of this version: {error}") from error
     violation = check(variant, entry.problem, chip)

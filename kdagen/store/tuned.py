@@ -7,7 +7,6 @@ between its read and its write.
 
 from __future__ import annotations
 
-import json
 import os
 import sqlite3
 from collections.abc import Iterator, Sequence
@@ -20,8 +19,9 @@ import platformdirs
 from sqlite_utils import Database
 
 from kdagen.errors import KdagenError
-from kdagen.problem import Problem
-from kdagen.store.schema import migrations
+from kdagen.problem import Problem, ProblemError
+from kdagen.runtime.table import read_problem
+from kdagen.store.schema import MIGRATIONS, migrations
 
 _LOCK_WAIT_SECONDS = 60.0
 
@@ -155,12 +155,16 @@ class Store:
       path: the file; it and its folder are made if they are not there.
       read_only: the file must be there, and is not written to.
 
+    Attributes:
+      left_out: what was not read so far since it is not of this version, in words.
+
     Raises:
       StoreError: the file is no such database, is absent or cannot be opened.
     """
 
     def __init__(self, path: str | Path, *, read_only: bool = False) -> None:
         self.path = Path(path)
+        self.left_out: list[str] = []
         if read_only and not self.path.is_file():
             raise StoreError(f"database {self.path}: no such file; kdagen tune makes it")
         try:
@@ -187,6 +191,13 @@ class Store:
         if tables and migrations.migrations_table not in tables:
             raise StoreError(f"database {self.path}: it holds other tables: {', '.join(tables)}")
         pending = migrations.pending(self.db)
+        newer = sorted({m.name for m in migrations.applied(self.db)} - set(MIGRATIONS))
+        if newer:
+            raise StoreError(
+                f"database {self.path}: a newer version of kdagen made it ({', '.join(newer)})"
+            )
+        if not tables and read_only:
+            raise StoreError(f"database {self.path}: it is empty; kdagen tune fills it")
         if pending and read_only:
             raise StoreError(f"database {self.path}: its schema is older than this version's")
         if pending:
@@ -205,15 +216,22 @@ class Store:
 
     @contextmanager
     def writing(self) -> Iterator[Database]:
-        """A transaction that has the write lock from its start. Rolled back on an exception."""
+        """A transaction that has the write lock from its start. Rolled back on an exception.
+
+        Raises:
+          StoreError: the file cannot be written: it is locked, read-only, or the disk is full.
+        """
         connection = self.db.conn
-        connection.execute("BEGIN IMMEDIATE")
         try:
-            yield self.db
-        except BaseException:
-            connection.rollback()
-            raise
-        connection.commit()
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self.db
+            except BaseException:
+                connection.rollback()
+                raise
+            connection.commit()
+        except sqlite3.OperationalError as error:
+            raise StoreError(f"database {self.path}: cannot be written: {error}") from error
 
     def put_environment(self, environment: Environment) -> int:
         """The id of the environment's row, which is made if it is not there."""
@@ -308,7 +326,18 @@ class Store:
     def problems(self) -> dict[str, Problem]:
         """Every problem in the file by its name; of two with one name, the later."""
         rows = self.db.execute("SELECT name, problem FROM problems ORDER BY id")
-        return {name: _problem(text) for name, text in rows}
+        found = {name: self._problem(name, text) for name, text in rows}
+        return {name: problem for name, problem in found.items() if problem is not None}
+
+    def _problem(self, name: str, text: str) -> Problem | None:
+        """The problem of a row; None where it is not of this version, which is noted once."""
+        try:
+            return read_problem(text)
+        except ProblemError as error:
+            said = f"{self.path}: left out {name!r}, which is not of this version: {error}"
+            if said not in self.left_out:
+                self.left_out.append(said)
+            return None
 
     def _entries(self, where: str, values: Sequence[Any], order: str = "r.id") -> list[Entry]:
         columns = [f"r.{name}" for name in _RESULT_COLUMNS]
@@ -335,11 +364,14 @@ class Store:
             result_values["is_default"] = bool(result_values["is_default"])
             rest = row[len(_RESULT_COLUMNS) :]
             environment = Environment(*rest[: len(_ENVIRONMENT_COLUMNS)])
-            row_id, environment_id, name, problem, is_winner = rest[len(_ENVIRONMENT_COLUMNS) :]
+            row_id, environment_id, name, text, is_winner = rest[len(_ENVIRONMENT_COLUMNS) :]
+            problem = self._problem(name, text)
+            if problem is None:
+                continue
             entries.append(
                 Entry(
                     name=name,
-                    problem=_problem(problem),
+                    problem=problem,
                     environment=environment,
                     result=Result(**result_values, errors=errors.get(row_id)),
                     is_winner=bool(is_winner),
@@ -347,10 +379,6 @@ class Store:
                 )
             )
         return entries
-
-
-def _problem(text: str) -> Problem:
-    return Problem.from_dict(json.loads(text))
 
 
 def _find_or_insert(

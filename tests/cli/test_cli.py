@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
+import sqlite3
+import tempfile
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
-from kdagen.chips import CHIPS
+from kdagen.chips import CHIPS, get_chip
 from kdagen.cli import main
+from kdagen.generate import code_hash, generate
 from kdagen.report import words
+from kdagen.runtime import dispatch
+from kdagen.store.tuned import Store
+from tests.store.rows import ENVIRONMENT, FASTER, PROBLEM, tuned
 
 SHAPES = "good: {tokens: 64, heads: 2}\n"
 
@@ -38,7 +45,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (["tune", "--chip", "v6e", "--shapes", "absent.yaml"], "absent.yaml"),
         (["tune", "--chip", "v6e", "--shapes", "shapes.yaml", "--trials", "0"], "--trials"),
         (["tune", "--chip", "v6e", "--shapes", "shapes.yaml", "--budget", "-1"], "--budget"),
+        (["tune", "--chip", "v6e", "--shapes", "shapes.yaml", "--budget", "nan"], "--budget"),
+        (["tune", "--chip", "v6e", "--shapes", "shapes.yaml", "--budget", "inf"], "--budget"),
         (["tune", "--chip", "v6e", "--shapes", "shapes.yaml", "--shape", "bad"], "good"),
+        (["tune", "--chip", "v6e"], "--problem"),
+        (["tune", "--chip", "v6e", "--shapes", "shapes.yaml", "--problem", "{}"], "--problem"),
+        (["tune", "--chip", "v6e", "--problem", "{}", "--shape", "good"], "--shape"),
         (["render", "--chip", "v6e", "--shape", "unheard-of"], "unheard-of"),
         (["render", "--chip", "v6e", "--shape", "bad", "--shapes", "shapes.yaml"], "good"),
         (
@@ -85,6 +97,112 @@ def test_a_bad_shapes_file_exits_with_1_and_names_the_fault(
     assert result.stderr.startswith("Error: ")
 
 
+def test_a_temporary_folder_that_the_compiler_cannot_take_exits_with_1(
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "two words"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    result = run("tune", "--chip", "v6e", "--shapes", "shapes.yaml")
+    assert result.exit_code == 1
+    assert "TMPDIR" in result.stderr and "two words" in result.stderr
+
+
+@pytest.mark.parametrize("out", ["shapes.yaml/table.sqlite", "a/" + "long" * 99, "/proc/table"])
+def test_a_file_that_cannot_be_written_exits_with_1(run, tmp_path: Path, out: str) -> None:
+    with Store(tmp_path / "user.sqlite") as store:
+        tuned(store)
+    result = run("ship", "--chip", "v6e", "--out", out)
+    assert result.exit_code == 1
+    assert "cannot be written" in result.stderr and out in result.stderr
+
+
+def test_an_empty_file_is_called_so(run, tmp_path: Path) -> None:
+    (tmp_path / "user.sqlite").touch()
+    result = run("show")
+    assert result.exit_code == 1
+    assert "it is empty" in result.stderr
+
+
+def test_a_table_of_a_newer_version_is_refused_by_all_that_open_it(run, tmp_path: Path) -> None:
+    with Store(tmp_path / "user.sqlite") as store:
+        tuned(store)
+        store.db["_sqlite_migrations"].insert(
+            {"migration_set": "kdagen", "name": "m999_later", "applied_at": ""}
+        )
+    for arguments in (
+        ["show"],
+        ["tune", "--chip", "v6e", "--shapes", "shapes.yaml"],
+        ["ship", "--chip", "v6e", "--out", "out.sqlite"],
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 1
+        assert "a newer version of kdagen made it (m999_later)" in result.stderr
+
+
+def change(path: Path, statement: str) -> None:
+    with sqlite3.connect(path) as db:
+        db.execute(statement)
+
+
+def test_a_problem_of_another_version_is_left_out_and_named(run, tmp_path: Path) -> None:
+    path = tmp_path / "user.sqlite"
+    other = dataclasses.replace(PROBLEM, heads=4, value_heads=4)
+    with Store(path) as store:
+        tuned(store)
+        store.put_problem(other, "other")
+    change(path, """UPDATE problems SET problem = '{"colour": 1}' WHERE name = 'other'""")
+    shown = run("show", "--db", str(path))
+    assert shown.exit_code == 0 and "80.0 us" in shown.stdout
+    rendered = run("render", "--chip", "v6e", "--shape", "small", "--db", str(path))
+    assert rendered.exit_code == 0
+    assert "left out 'other'" in rendered.stderr and "colour" in rendered.stderr
+    change(path, "UPDATE results SET problem_id = (SELECT id FROM problems WHERE name = 'other')"
+                 " WHERE id = 1")  # fmt: skip
+    for arguments in (["show", "--db", str(path)], ["ship", "--chip=v6e", "--out=out.sqlite"]):
+        result = run(*arguments)
+        assert result.exit_code == 0, result.output
+        assert "left out 'other'" in result.output and "colour" in result.output
+
+
+@pytest.mark.parametrize("content", ["3", "[1]", '{"colour": 1}'])
+def test_a_variant_of_another_version_is_shown_and_not_shipped(
+    run, tmp_path: Path, content: str
+) -> None:
+    path = tmp_path / "user.sqlite"
+    with Store(path) as store:
+        tuned(store)
+    change(path, f"UPDATE results SET variant = '{content}'")
+    shown = run("show", "--db", str(path))
+    assert shown.exit_code == 0 and content in shown.stdout
+    shipped = run("ship", "--chip", "v6e", "--out", "out.sqlite")
+    assert shipped.exit_code == 1 and "not of this version" in shipped.stderr
+    assert not (tmp_path / "out.sqlite").exists()
+
+
+def test_rows_of_an_unknown_chip_are_left_out_and_counted(run, tmp_path: Path) -> None:
+    path = tmp_path / "user.sqlite"
+    with Store(path) as store:
+        tuned(store)
+        tuned(store, dataclasses.replace(ENVIRONMENT, chip="v99"))
+    shown = run("show", "--db", str(path))
+    assert shown.exit_code == 0
+    assert "left out 2 rows of v99, an unknown chip" in shown.stdout
+    assert shown.stdout.count("80.0 us") == 1
+
+
+def test_ctrl_c_exits_with_130_wherever_it_comes(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    for module, name in (("kdagen.cli", "load_shapes"), ("kdagen.search.run", "tune")):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"{module}.{name}", interrupted)
+            result = run("tune", "--chip", "v6e", "--shapes", "shapes.yaml")
+        assert result.exit_code == 130
+        assert "Traceback" not in result.output
+
+
 def test_a_file_that_is_no_table_exits_with_1(run, tmp_path: Path) -> None:
     (tmp_path / "user.sqlite").write_text("a letter")
     for arguments in (
@@ -116,11 +234,31 @@ def test_a_bad_variant_exits_with_1_and_names_the_fault(run, parameters: str, me
 
 
 @pytest.mark.parametrize("chip", CHIPS)
-def test_render_prints_the_default_where_nothing_was_tuned(run, chip: str) -> None:
+def test_render_prints_the_default_where_nothing_was_tuned(
+    run, chip: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kdagen.store.lookup.packaged_tables", list)
     result = run("render", "--chip", chip, "--shape", "good", "--shapes", "shapes.yaml")
     assert result.exit_code == 0, result.output
-    assert f"no table has a winner on {chip}" in result.stderr
+    assert f"is not tuned for {chip}; it runs on the default variant" in result.stderr
     compile(result.stdout, "rendered", "exec")
+
+
+def test_render_prints_what_a_call_runs_on(
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kdagen.store.lookup.packaged_tables", list)
+    monkeypatch.setattr(dispatch, "packaged_tables", list)
+    path, chip = tmp_path / "user.sqlite", get_chip("v6e")
+    with Store(path) as store:
+        tuned(store, dataclasses.replace(ENVIRONMENT, generator=code_hash()))
+    near = dataclasses.replace(PROBLEM, initial_state=True)
+    for problem, origin in ((PROBLEM, "tuned"), (near, "nearest")):
+        result = run("render", "--chip", "v6e", "--problem", problem.to_json())
+        choice = dispatch.find(problem, chip, (path,))
+        assert (choice.variant, choice.origin) == (FASTER, origin)
+        assert result.stdout == generate(problem, FASTER, chip).source
+        assert (choice.note or f"winner of {path}") in result.stderr
 
 
 @pytest.mark.parametrize("gate", ["gate: softplus", "gate: bounded, lower_bound: -5.0"])

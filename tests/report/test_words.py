@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from kdagen.chips import get_chip
+from kdagen.chips import CALIBRATED_WITH, get_chip
 from kdagen.problem import Problem
 from kdagen.report import words
 from kdagen.store.tuned import TensorError
@@ -26,6 +26,10 @@ def test_a_time_is_never_without_its_source() -> None:
     assert "not measured" in modelled and "0.0.42" in modelled
     assert f"{chip.calibration.mean_error:.0%} on average" in modelled
     assert f"{chip.calibration.max_error:.0%} at most" in modelled
+    assert f"calibrated with libtpu {CALIBRATED_WITH}" in modelled
+    assert "libtpu 0.0.42 is not known" in modelled
+    same = dataclasses.replace(ENVIRONMENT, libtpu=CALIBRATED_WITH)
+    assert "calibrated with" not in words.origin("compiler", same, chip)
     uncalibrated = dataclasses.replace(chip, calibration=None)
     assert "not calibrated" in words.origin("compiler", ENVIRONMENT, uncalibrated)
     measured = words.origin("hardware", ENVIRONMENT, chip)

@@ -4,16 +4,18 @@ import dataclasses
 import importlib.metadata
 import json
 import shlex
+import sqlite3
 
 import jax
 import pytest
 
 from kdagen.chips import CHIPS, get_chip
 from kdagen.generate import code_hash
-from kdagen.problem import Problem, load_shapes
+from kdagen.problem import Problem
 from kdagen.runtime import dispatch
 from kdagen.runtime.table import TableError, read_table
 from kdagen.runtime.target import KdagenWarning, NoKernelError, forget_warnings
+from kdagen.search.choice import parse_problem
 from kdagen.store.tuned import Environment, Store
 from kdagen.variant import check, default_variant
 from tests.store.rows import result
@@ -129,18 +131,16 @@ def test_rows_of_another_chip_are_not_near(table):
         assert dispatch.choose(PROBLEM, get_chip("v5p")).origin == "default"
 
 
-def test_the_warning_comes_once_and_its_command_tunes_this_problem(table, tmp_path, recwarn):
-    table()
+def test_the_warning_comes_once_and_its_command_tunes_this_problem(table, recwarn):
+    path = table()
     problem = dataclasses.replace(PROBLEM, batch=3, final_state=True, beta_dtype="float32")
     for _ in range(2):
         dispatch.choose(problem, V6E)
     (message,) = [str(w.message) for w in recwarn if w.category is KdagenWarning]
     words = shlex.split(message.split("To tune it: ")[1])
-    assert words[0] == "echo" and words[2:4] == [">", "shapes.yaml"]
-    assert words[5:] == ["kdagen", "tune", "--chip", "v6e", "--shapes", "shapes.yaml"]
-    shapes = tmp_path / "shapes.yaml"
-    shapes.write_text(words[1])
-    assert list(load_shapes(shapes).values()) == [problem]
+    assert words[:5] == ["kdagen", "tune", "--chip", "v6e", "--problem"]
+    assert parse_problem(words[5]) == problem
+    assert words[6:] == ["--db", str(path)]
 
 
 def test_strict_dispatch_makes_a_miss_an_error(table):
@@ -180,6 +180,19 @@ def test_reading_leaves_the_file_as_it_was(table):
     rows = read_table(path, True)["v6e"][PROBLEM.key()]
     assert json.loads(rows[0].variant) == FASTER.to_dict()
     assert path.read_bytes() == before and [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("cell", ["variant", "problem"])
+@pytest.mark.parametrize("content", ["3", "[]", '{"colour": 1}'])
+def test_a_row_of_another_version_is_passed_over(table, cell, content):
+    path = table((HERE, PROBLEM, FASTER, "compiler"))
+    with sqlite3.connect(path) as db:
+        of = {"variant": "results", "problem": "problems"}[cell]
+        db.execute(f"UPDATE {of} SET {cell} = ?", [content])
+    read_table.cache_clear()
+    dispatch.find.cache_clear()
+    near = dataclasses.replace(PROBLEM, final_state=True)
+    assert dispatch.find(near, V6E, (path,)).origin == "default"
 
 
 @pytest.mark.parametrize("gate", ["bounded", "softplus", "log_decay"])

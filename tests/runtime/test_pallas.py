@@ -70,7 +70,7 @@ def test_the_step_is_refused_where_nothing_is_tuned_and_that_is_asked_for(tmp_pa
 
 
 WITHOUT_A_MESH = """
-import warnings
+import sys, warnings
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -81,20 +81,35 @@ everywhere = NamedSharding(Mesh(np.array(topology.devices[:1]), ("x",)), Partiti
 wide = jax.ShapeDtypeStruct((2, 1, 128, 128), jnp.bfloat16, sharding=everywhere)
 beta = jax.ShapeDtypeStruct((2, 1, 128), jnp.bfloat16, sharding=everywhere)
 f = jax.jit(lambda *x: kimi_delta_attention(*x)[0])
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    text = f.lower(wide, wide, wide, wide, beta).compile().as_text()
-print("kernel" if "kda_forward_" in text else "no kernel")
-print(sum("jax.set_mesh" in str(w.message) for w in caught), "warning")
+g = jax.jit(jax.grad(lambda v: f(v, v, v, v, v[..., 0]).astype(jnp.float32).sum()))
 x = jnp.zeros((2, 1, 128, 128), jnp.bfloat16)
-print(float(jnp.sum(f(x, x, x, x, x[..., 0]))), "here")
+long = x.astype(jnp.float32)
+
+def noted(run):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = run()
+    print([str(w.message) for w in caught], file=sys.stderr)
+    return found, len(caught), sum("jax.set_mesh" in str(w.message) for w in caught)
+
+def here():
+    jax.grad(lambda v: f(x, x, v, x, x[..., 0]).astype(jnp.float32).sum())(x)
+    return float(jnp.sum(f(x, x, x, x, x[..., 0]) + f(long, long, long, long, long[..., 0])))
+
+print(noted(here))
+compiled = noted(lambda: f.lower(wide, wide, wide, wide, beta).compile().as_text())
+print("kernel" if "kda_forward_" in compiled[0] else "no kernel", *compiled[1:])
+print(noted(lambda: g.lower(wide).compile() and None))
 """
 
 
 def test_a_trace_that_does_not_know_its_chip_lowers_for_either():
     done = run_program("-c", WITHOUT_A_MESH)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[:3] == ["kernel", "1 warning", "0.0 here"]
+    here, forward, gradient = done.stdout.splitlines()
+    assert here == "(0.0, 0, 0)", "nothing is said where no TPU is"
+    assert forward == "kernel 1 1"
+    assert gradient == "(None, 1, 0)"
 
 
 WITH_X64 = """

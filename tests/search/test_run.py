@@ -26,12 +26,13 @@ from kdagen.store.tuned import Store
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = """
-small:
+small: &small
   tokens: 256
   heads: 1
   gate: bounded
   lower_bound: -5.0
   qk_l2norm: true
+again: *small
 """
 
 
@@ -122,10 +123,15 @@ def test_the_table_says_what_the_winner_is_worth(resumed: str) -> None:
     assert re.search(r"[\d.]+ / 32\b", resumed)
 
 
+def test_two_names_of_one_problem_are_tuned_once(folder: Path, resumed: str) -> None:
+    assert "again: the same problem as small" in resumed
+    assert {entry.name for entry in rows(folder)} == {"small"}
+
+
 def test_every_candidate_is_a_row(folder: Path, resumed: str) -> None:
     entries = rows(folder)
     results = [entry.result for entry in entries]
-    (problem,) = load_shapes(folder / "shapes.yaml").values()
+    (problem,) = set(load_shapes(folder / "shapes.yaml").values())
     assert {entry.problem for entry in entries} == {problem}
     (made_with,) = {entry.environment for entry in entries}
     assert made_with.libtpu[0].isdigit()
@@ -159,7 +165,7 @@ def test_a_complete_run_is_answered_from_the_table(folder: Path, resumed: str) -
 def test_another_environment_starts_anew(
     folder: Path, resumed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (problem,) = load_shapes(folder / "shapes.yaml").values()
+    (problem,) = set(load_shapes(folder / "shapes.yaml").values())
     chip = get_chip("v6e")
     with Store(folder / "db.sqlite") as store:
         known = len(store.entries())
