@@ -138,7 +138,7 @@ def kdagen_forward(problem: Any, chip: Any, db: str | None) -> tuple[Any, list, 
 
     def forward(*arrays):
         keywords = dict(zip(names, arrays, strict=True))
-        return module.forward(**keywords, **absent, **operands.scalars(problem))[0]
+        return module.forward(**keywords, **absent, **operands.scalars(problem)).output
 
     return forward, list(given), f"{origin}: {variant.to_json()}"
 

@@ -23,13 +23,15 @@ from typing import Any
 
 from kdagen.chips import Chip
 from kdagen.errors import KdagenError
-from kdagen.kernels.numerics import TOKEN_FLOOR
+from kdagen.kernels.numerics import LOG_DECAY_FLOOR, TOKEN_FLOOR
 from kdagen.kernels.tiling import LANES
 from kdagen.problem import Problem, canonical_json
 from kdagen.variant import MIB, Variant
 
 TEMPLATE = "kda_forward.py.j2"
-SPECIALISED = ("dtype", "gate", "gate_dtype", "qk_l2norm", "initial_state", "final_state")
+SPECIALISED = (
+    "dtype", "gate", "gate_dtype", "qk_l2norm", "initial_state", "final_state", "layout",
+)  # fmt: skip
 """Facts of a problem that its generated code depends on; the others are the call's shapes."""
 
 _PACKAGE = Path(__file__).parent
@@ -107,7 +109,9 @@ def generate(problem: Problem, variant: Variant, chip: Chip) -> Generated:
                 plan=variant.plan(),
                 raw_gate=raw_gate,
                 per_pack=LANES // variant.chunk,
-                floor=TOKEN_FLOOR,
+                floor=TOKEN_FLOOR if variant.decay == "unbounded" else LOG_DECAY_FLOOR,
+                exact=problem.dtype == "float32",
+                wide_inverse=variant.inverse_dtype == "float32",
                 vmem_limit_bytes=variant.vmem_limit_mib * MIB or None,
                 kernel_name=f"kda_forward_{short}",
             )

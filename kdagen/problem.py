@@ -14,11 +14,12 @@ DTYPES = ("bfloat16", "float32")
 GATES = ("log_decay", "softplus", "bounded")
 LAYOUTS = ("HBTD", "BTHD")
 RESIDUAL_POLICIES = ("save", "rematerialize")
+PRECISIONS = ("default", "highest")
 MAX_HEAD_DIM = 256
 
 # Facts a kernel is not specialised on: it walks chunks whatever the length or batch, and takes the
 # bound as an operand. They are kept in a Problem because a modelled time needs them.
-_NOT_IN_KEY = ("batch", "tokens", "lower_bound", "layout", "residuals")
+_NOT_IN_KEY = ("batch", "tokens", "lower_bound")
 
 
 class ProblemError(KdagenError, ValueError):
@@ -46,6 +47,8 @@ class Problem:
       segments: None, or the packing: a number of equal segments, or their lengths.
       layout: "HBTD" or "BTHD".
       residuals: residual policy of a call that will be differentiated, None for inference.
+      precision: "highest" asks that nearly parallel and repeated keys keep their accuracy in
+        bfloat16, which takes an inverse above bfloat16; float32 has it always.
 
     Raises:
       ProblemError: a field is out of range or of the wrong type.
@@ -68,6 +71,7 @@ class Problem:
     segments: int | tuple[int, ...] | None = None
     layout: str = "HBTD"
     residuals: str | None = None
+    precision: str = "default"
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
@@ -100,6 +104,7 @@ class Problem:
             self._require(name, getattr(self, name) in DTYPES, _one_of(DTYPES))
         self._require("gate", self.gate in GATES, _one_of(GATES))
         self._require("layout", self.layout in LAYOUTS, _one_of(LAYOUTS))
+        self._require("precision", self.precision in PRECISIONS, _one_of(PRECISIONS))
         for name in ("qk_l2norm", "initial_state", "final_state"):
             self._require(name, isinstance(getattr(self, name), bool), "true or false")
         self._require(
@@ -164,9 +169,8 @@ class Problem:
         """Canonical JSON of the facts that change the generated code or its speed per chunk.
 
         Tokens, batch and the value of the bound are left out: kernels walk chunks whatever their
-        number, and take the bound as a constant that costs the same whatever it is. So are layout
-        and residual policy, which the kernels of this version do not depend on. Of a packing only
-        the fact that there is one is kept.
+        number, and take the bound as a constant that costs the same whatever it is. Of a packing
+        only the fact that there is one is kept.
         """
         fields = {k: v for k, v in self.to_dict().items() if k not in _NOT_IN_KEY}
         fields["segments"] = self.segments is not None

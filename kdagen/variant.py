@@ -17,18 +17,22 @@ from kdagen.problem import Problem, canonical_json
 MIB = 1 << 20
 
 # The largest loop body, in bundles, with a published time that the model meets; a larger one may
-# wait for its instructions. Beside it what 64 tokens of one head take in a loop of this kernel, by
-# factorisation: the number is known only when it has been compiled.
+# wait for its instructions. Beside it what 64 tokens of one head take in a loop of this kernel at
+# K = V = 128 in bfloat16, by factorisation, and what an inverse in float32 adds: the number is
+# known only when it has been compiled.
 MAX_LOOP_BUNDLES = 9700
 _BUNDLES_PER_UNIT = {
-    "v4": {"bounded": 540, "unbounded": 620},
-    "v5e": {"bounded": 340, "unbounded": 380},
-    "v5p": {"bounded": 340, "unbounded": 380},
-    "v6e": {"bounded": 230, "unbounded": 270},
-    "v7x": {"bounded": 230, "unbounded": 270},
+    "v4": {"bounded": 540, "unbounded": 620, "tree": 700, "inverse": 1000},
+    "v5e": {"bounded": 340, "unbounded": 380, "tree": 440, "inverse": 700},
+    "v5p": {"bounded": 340, "unbounded": 380, "tree": 440, "inverse": 700},
+    "v6e": {"bounded": 230, "unbounded": 270, "tree": 320, "inverse": 450},
+    "v7x": {"bounded": 230, "unbounded": 270, "tree": 320, "inverse": 450},
 }
+_EXACT_BUNDLES = 5
 
-_FEW_HEADS = 8
+_FEW_STREAMS = 8
+_SUB_BLOCKS = {"bounded": (16, 32), "unbounded": (8,), "tree": (1,)}
+_EMISSION = ("recurrence_span", "inverse_span", "relation_span", "lag", "order")
 _CHUNKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32)
 
 # VMEM that the compiler spills registers to, per pack: the most seen over the space, and a margin.
@@ -67,13 +71,14 @@ class Variant:
 
     Attributes:
       chunk: tokens a chunk, C.
-      heads: value heads a program works on in lockstep.
+      heads, rows: value heads and batch rows a program works on in lockstep.
       chunks: chunks a program takes in one grid step.
       decay: "bounded" splits 2^(G_t - G_j) at a row inside a sub-block, which only a gate with a
-        lower bound allows; "unbounded" splits it at boundaries between j and t.
+        lower bound allows; "unbounded" splits it at boundaries between j and t, down to sub-blocks
+        in which the decay of one token is floored; "tree" does so down to single rows, unfloored.
       sub_block: rows of the blocks whose relations share a reference row.
-      inverse: "neumann" sums powers inside a diagonal block, "recursive" merges from blocks of 2.
-      inverse_block: rows of the diagonal blocks that are inverted first.
+      inverse_block: rows of the diagonal blocks that are inverted first, by a sum of powers.
+      inverse_dtype: in which the inverse is formed and applied.
       weight_depth: contraction depth of the products below 16-row blocks.
       recurrence_span, inverse_span, relation_span: slots over which the chunk-heads of a stage
         start; they decide how the stages interleave in program order.
@@ -81,15 +86,20 @@ class Variant:
       order: which stage goes first within a slot: "rir" recurrence, inverse, relations; "irr"
         inverse, recurrence, relations; "mix" deals them out.
       vmem_limit_mib: scoped VMEM limit to ask the compiler for, in MiB; 0 is the chip's default.
+      states: dtype of the states at the start of every chunk that are kept for the backward, or
+        "none".
+      keep_inverse, keep_corrected, keep_gate: whether inverse, corrected values and summed log
+        decay are kept as well.
     """
 
     chunk: int = 64
     heads: int = 16
+    rows: int = 1
     chunks: int = 1
     decay: str = "bounded"
     sub_block: int = 32
-    inverse: str = "neumann"
     inverse_block: int = 8
+    inverse_dtype: str = "bfloat16"
     weight_depth: int = 64
     recurrence_span: int = 4
     inverse_span: int = 2
@@ -97,12 +107,16 @@ class Variant:
     lag: int = 0
     order: str = "rir"
     vmem_limit_mib: int = 0
+    states: str = "none"
+    keep_inverse: bool = False
+    keep_corrected: bool = False
+    keep_gate: bool = False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            wanted = str if field.type in ("str", str) else int
-            if not isinstance(value, wanted) or isinstance(value, bool):
+            wanted = type(field.default)
+            if type(value) is not wanted:
                 raise VariantError(
                     f"{field.name}: got {value!r}; it must be of type {wanted.__name__}"
                 )
@@ -129,9 +143,14 @@ class Variant:
         return canonical_json(self.to_dict())
 
     @property
+    def streams(self) -> int:
+        """Pairs of batch row and value head that a program works on."""
+        return self.rows * self.heads
+
+    @property
     def packs(self) -> int:
         """Groups of chunk-heads that fill the 128 lanes together, in one grid step."""
-        return self.heads * self.chunks * self.chunk // LANES
+        return self.streams * self.chunks * self.chunk // LANES
 
     @property
     def block_tokens(self) -> int:
@@ -146,7 +165,7 @@ class Variant:
         """
         return plan(
             chunk=self.chunk,
-            heads=self.heads,
+            heads=self.streams,
             chunks=self.chunks,
             decay=self.decay,
             sub_block=self.sub_block,
@@ -162,18 +181,20 @@ class Variant:
 def space(problem: Problem, chip: Chip) -> dict[str, tuple[Any, ...]]:
     """Every parameter with the ordered values that a search over this problem tries.
 
-    The product holds illegal points; ``check`` tells. Heads are divisors of the problem's, and the
-    chunks of a program no more than its sequence has.
+    The product holds illegal points; ``check`` tells. Heads and rows are divisors of the problem's,
+    and the chunks of a program no more than its sequence has.
     """
-    bounded = problem.gate == "bounded"
+    decay, exact = _natural_decay(problem), _exact(problem)
+    kept = (False, True) if problem.residuals == "save" else (False,)
     return {
-        "chunk": (64, 128),
+        "chunk": (32, 64, 128),
         "heads": tuple(_divisors(problem.value_heads, 32)),
+        "rows": tuple(_divisors(problem.batch, 32)),
         "chunks": tuple(n for n in _CHUNKS if n == 1 or 64 * (n - 1) < problem.tokens),
-        "decay": ("bounded",) if bounded else ("unbounded",),
-        "sub_block": (16, 32) if bounded else (8,),
-        "inverse": ("neumann", "recursive"),
-        "inverse_block": (2, 4, 8),
+        "decay": (decay,),
+        "sub_block": _SUB_BLOCKS[decay] if not exact else _SUB_BLOCKS[decay][:1],
+        "inverse_block": (2, 4) if _wide_inverse(problem) else (2, 4, 8),
+        "inverse_dtype": ("float32",) if _wide_inverse(problem) else ("bfloat16",),
         "weight_depth": (64, 128),
         "recurrence_span": (4, 5, 6, 7, 8, 9, 10, 12),
         "inverse_span": (1, 2, 3),
@@ -181,7 +202,28 @@ def space(problem: Problem, chip: Chip) -> dict[str, tuple[Any, ...]]:
         "lag": (0, 1),
         "order": ("rir", "irr"),
         "vmem_limit_mib": _vmem_limits(chip),
+        "states": ("bfloat16", "float32") if problem.residuals == "save" else ("none",),
+        "keep_inverse": kept,
+        "keep_corrected": kept,
+        "keep_gate": kept,
     }
+
+
+def _exact(problem: Problem) -> bool:
+    """Whether every product is one of float32 operands."""
+    return problem.dtype == "float32"
+
+
+def _wide_inverse(problem: Problem) -> bool:
+    """Whether the inverse must be formed and applied above bfloat16."""
+    return _exact(problem) or problem.precision == "highest"
+
+
+def _natural_decay(problem: Problem) -> str:
+    """The fastest factorisation that is right for the gate and the dtype."""
+    if problem.gate == "bounded":
+        return "bounded"
+    return "tree" if _exact(problem) else "unbounded"
 
 
 def _vmem_limits(chip: Chip) -> tuple[int, ...]:
@@ -195,43 +237,57 @@ def legal_variants(problem: Problem, chip: Chip) -> Iterator[Variant]:
 
     A raised VMEM limit is offered only where the default one does not hold the variant.
     """
-    names, values = zip(*space(problem, chip).items(), strict=True)
-    for point in itertools.product(*values):
-        variant = Variant(**dict(zip(names, point, strict=True)))
-        if check(variant, problem, chip) is not None:
+    values = space(problem, chip)
+    spread = {name: values.pop(name) for name in _EMISSION}
+    for point in itertools.product(*values.values()):
+        cuts = dict(zip(values, point, strict=True))
+        # the widest spans take the least VMEM: where those are illegal, all are
+        widest = Variant(**cuts, **{name: max(of) for name, of in spread.items()})
+        if check(widest, problem, chip) is not None:
             continue
-        plain = dataclasses.replace(variant, vmem_limit_mib=0)
-        if variant == plain or check(plain, problem, chip) is not None:
-            yield variant
+        for spans in itertools.product(*spread.values()):
+            variant = Variant(**cuts, **dict(zip(spread, spans, strict=True)))
+            if check(variant, problem, chip) is not None:
+                continue
+            plain = dataclasses.replace(variant, vmem_limit_mib=0)
+            if variant == plain or check(plain, problem, chip) is not None:
+                yield variant
 
 
 def default_variant(problem: Problem, chip: Chip) -> Variant:
     """The variant used where nothing was tuned: 2048 tokens of heads in flight, or what fits.
 
-    More chunks of a program make up for missing heads, as far as the sequence has them. Few heads
-    take long chunks: a head's recurrence is a chain of three products a chunk, and nothing else
-    fills its waits. The first that ``check`` passes is taken, from the most tokens in flight and
-    the most heads down.
+    More batch rows of a program, then more of its chunks, make up for missing heads, as far as
+    there are any. Few streams take long chunks: the recurrence of a stream is a chain of three
+    products a chunk, and nothing else fills its waits. The first that ``check`` passes is taken,
+    from the most tokens in flight and the most heads down.
 
     Raises:
       VariantError: no variant serves the problem on this chip; the message is that of ``check``.
     """
-    bounded = problem.gate == "bounded"
+    decay, exact = _natural_decay(problem), _exact(problem)
     violation = None
     for in_flight in (2048, 1024, 512, 256, 128):
         for heads in reversed(_divisors(problem.value_heads, in_flight // 64)):
-            chunk = 64 if heads >= _FEW_HEADS else 128
-            chunks = min(in_flight // (chunk * heads), -(-problem.tokens // chunk))
-            variant = Variant(
-                chunk=chunk,
-                heads=heads,
-                chunks=max(1, chunks),
-                decay="bounded" if bounded else "unbounded",
-                sub_block=32 if bounded else 8,
-            )
-            violation = check(variant, problem, chip)
-            if violation is None:
-                return variant
+            rows = max(_divisors(problem.batch, max(in_flight // 64 // heads, 1)))
+            chunk = 64 if rows * heads >= _FEW_STREAMS else 128
+            chunks = min(in_flight // (chunk * rows * heads), -(-problem.tokens // chunk))
+            for limit in _vmem_limits(chip):
+                variant = Variant(
+                    chunk=chunk,
+                    heads=heads,
+                    rows=rows,
+                    chunks=max(1, chunks),
+                    decay=decay,
+                    sub_block=_SUB_BLOCKS[decay][0 if exact else -1],
+                    inverse_block=4 if _wide_inverse(problem) else 8,
+                    inverse_dtype="float32" if _wide_inverse(problem) else "bfloat16",
+                    vmem_limit_mib=limit,
+                    states="bfloat16" if problem.residuals == "save" else "none",
+                )
+                violation = check(variant, problem, chip)
+                if violation is None:
+                    return variant
     raise VariantError(f"no variant serves this problem on {chip.name}: {violation}")
 
 
@@ -253,19 +309,10 @@ def check(variant: Variant, problem: Problem, chip: Chip) -> Violation | None:
 
 def _served(variant: Variant, problem: Problem, chip: Chip) -> str | None:
     """What the fused forward kernel does not do in this version."""
-    asks = {
-        "dtype": (problem.dtype, "bfloat16"),
-        "key_dim": (problem.key_dim, 128),
-        "value_dim": (problem.value_dim, 128),
-        "segments": (problem.segments, None),
-    }
-    for name, (asked, serves) in asks.items():
-        if asked != serves:
-            return f"{name}={asked!r} of the problem: the fused kernel serves {serves!r}"
-    if problem.value_heads != problem.heads:
+    if problem.segments is not None:
         return (
-            f"value_heads={problem.value_heads} with heads={problem.heads} of the problem: "
-            "the fused kernel serves as many value heads as heads"
+            f"segments={problem.segments!r} of the problem: the fused kernel serves unpacked "
+            "sequences"
         )
     return None
 
@@ -274,20 +321,22 @@ def _values(variant: Variant, problem: Problem, chip: Chip) -> str | None:
     """Values that a parameter may have at all, alone and together."""
     takes: dict[str, tuple[Any, ...]] = {
         "chunk": (32, 64, 128),
-        "decay": ("bounded", "unbounded"),
-        "sub_block": (16, 32) if variant.decay == "bounded" else (8,),
-        "inverse": ("neumann", "recursive"),
-        "inverse_block": (4, 8) if variant.inverse == "neumann" else (2,),
+        "decay": tuple(_SUB_BLOCKS),
+        "sub_block": _SUB_BLOCKS.get(variant.decay, ()),
+        "inverse_block": (2, 4, 8),
+        "inverse_dtype": ("bfloat16", "float32"),
         "weight_depth": (64, 128),
         "order": tuple(ORDERS),
+        "states": ("none", "bfloat16", "float32"),
     }
     for name, values in takes.items():
         value = getattr(variant, name)
         if value not in values:
             return f"{name}={value!r}: it may be {', '.join(map(repr, values))} here"
-    least = {"heads": 1, "chunks": 1, "recurrence_span": 1, "inverse_span": 1}
+    least = {"heads": 1, "rows": 1, "chunks": 1, "recurrence_span": 1, "inverse_span": 1}
     for name in (
         "heads",
+        "rows",
         "chunks",
         "recurrence_span",
         "inverse_span",
@@ -302,15 +351,24 @@ def _values(variant: Variant, problem: Problem, chip: Chip) -> str | None:
 
 
 def _packing(variant: Variant, problem: Problem, chip: Chip) -> str | None:
-    """Heads divide into programs, and chunk-heads into packs that fill the lanes."""
+    """Heads and rows divide into programs, and chunk-heads into packs that fill the lanes."""
     if problem.value_heads % variant.heads:
         return (
             f"heads={variant.heads}: it must divide the problem's {problem.value_heads} value heads"
         )
-    if variant.heads * variant.chunks * variant.chunk % LANES:
+    ratio = problem.value_heads // problem.heads
+    if variant.heads % ratio and ratio % variant.heads:
         return (
-            f"heads={variant.heads}, chunks={variant.chunks}: {LANES // variant.chunk} chunk-heads "
-            f"of {variant.chunk} tokens share the lanes: their product must be a multiple"
+            f"heads={variant.heads}: it must divide the {ratio} value heads of a key head, or be a "
+            "multiple of them"
+        )
+    if problem.batch % variant.rows:
+        return f"rows={variant.rows}: it must divide the problem's {problem.batch} batch rows"
+    if variant.streams * variant.chunks * variant.chunk % LANES:
+        return (
+            f"heads={variant.heads}, rows={variant.rows}, chunks={variant.chunks}: "
+            f"{LANES // variant.chunk} chunk-heads of {variant.chunk} tokens share the lanes: "
+            "their product must be a multiple"
         )
     return None
 
@@ -318,19 +376,69 @@ def _packing(variant: Variant, problem: Problem, chip: Chip) -> str | None:
 def _decay(variant: Variant, problem: Problem, chip: Chip) -> str | None:
     """The bounded factorisation overflows unless static facts bound the gate."""
     if variant.decay == "bounded" and problem.gate != "bounded":
-        return f"decay='bounded': a {problem.gate} gate has no lower bound; it must be 'unbounded'"
+        return (
+            f"decay='bounded': a {problem.gate} gate has no lower bound; it must be 'unbounded' or "
+            "'tree'"
+        )
+    return None
+
+
+def _precision(variant: Variant, problem: Problem, chip: Chip) -> str | None:
+    """Float32 keeps its accuracy, and ill-conditioned keys theirs where that is asked for."""
+    if not _wide_inverse(problem):
+        return None
+    asked = "dtype='float32'" if _exact(problem) else "precision='highest'"
+    if variant.inverse_dtype != "float32":
+        return f"inverse_dtype={variant.inverse_dtype!r}: {asked} needs 'float32'"
+    # a sum of powers over 8 rows loses up to 50 times the accuracy where keys are nearly parallel
+    if variant.inverse_block > 4:
+        return f"inverse_block={variant.inverse_block}: {asked} takes 2, 4"
+    # within 32 rows a factor may be 2^-115, and the low parts of its product are flushed to zero
+    if _exact(problem) and variant.sub_block not in (1, 16):
+        return (
+            f"decay={variant.decay!r}, sub_block={variant.sub_block}: {asked} takes 'tree', or "
+            "'bounded' with sub_block=16"
+        )
+    return None
+
+
+def _residuals(variant: Variant, problem: Problem, chip: Chip) -> str | None:
+    """Residual outputs are those of a call whose policy keeps them."""
+    kept = variant.keep_inverse or variant.keep_corrected or variant.keep_gate
+    if problem.residuals == "save":
+        if variant.states == "none":
+            return "states='none': residuals='save' keeps 'bfloat16' or 'float32' states"
+    elif kept or variant.states != "none":
+        return (
+            f"states={variant.states!r}, keep_inverse={variant.keep_inverse}, "
+            f"keep_corrected={variant.keep_corrected}, keep_gate={variant.keep_gate}: a problem "
+            f"with residuals={problem.residuals!r} keeps none"
+        )
     return None
 
 
 def _code_size(variant: Variant, problem: Problem, chip: Chip) -> str | None:
-    unit = _BUNDLES_PER_UNIT[chip.name][variant.decay]
-    bundles = variant.heads * variant.chunks * variant.chunk // 64 * unit
-    if bundles > MAX_LOOP_BUNDLES:
+    """A loop of known size; a program of a single pack is as small as any."""
+    of = _BUNDLES_PER_UNIT[chip.name]
+    unit = of[variant.decay] * sum(_whole_registers(problem)) / (2 * LANES)
+    if _exact(problem):
+        unit *= _EXACT_BUNDLES
+    elif variant.inverse_dtype == "float32":
+        unit += of["inverse"]
+    bundles = round(variant.streams * variant.chunks * variant.chunk / 64 * unit)
+    if bundles > MAX_LOOP_BUNDLES and variant.packs > 1:
         return (
-            f"heads={variant.heads}, chunks={variant.chunks}, chunk={variant.chunk}: about "
-            f"{bundles} bundles in the loop, more than the {MAX_LOOP_BUNDLES} known to run well"
+            f"heads={variant.heads}, rows={variant.rows}, chunks={variant.chunks}, "
+            f"chunk={variant.chunk}: about {bundles} bundles in the loop, more than the "
+            f"{MAX_LOOP_BUNDLES} known to run well"
         )
     return None
+
+
+def _whole_registers(problem: Problem) -> tuple[int, int]:
+    """K and V in whole registers of 128 lanes, as a kernel holds them."""
+    key_dim, value_dim = (-(-d // LANES) * LANES for d in (problem.key_dim, problem.value_dim))
+    return key_dim, value_dim
 
 
 def _vmem(variant: Variant, problem: Problem, chip: Chip) -> str | None:
@@ -346,7 +454,7 @@ def _vmem(variant: Variant, problem: Problem, chip: Chip) -> str | None:
     return None
 
 
-CONSTRAINTS = (_served, _values, _packing, _decay, _code_size, _vmem)
+CONSTRAINTS = (_served, _values, _packing, _decay, _precision, _residuals, _code_size, _vmem)
 
 
 def vmem_bytes(variant: Variant, problem: Problem, chip: Chip) -> int:
@@ -355,22 +463,29 @@ def vmem_bytes(variant: Variant, problem: Problem, chip: Chip) -> int:
     Scratch and pipelined blocks are exact; what the compiler spills is not known before it has
     compiled, so the most that was seen over the space is allowed for.
     """
-    items, packs, chunk = variant.heads * variant.chunks, variant.packs, variant.chunk
-    key_dim, value_dim, narrow, wide = problem.key_dim, problem.value_dim, 2, 4
-    state = variant.heads * key_dim * value_dim * wide
-    pack = (
-        (key_dim * LANES + 2 * chunk * LANES) * narrow + chunk * LANES * wide + 8 * key_dim * wide
-    )
-    handover = 2 * (items * 2 * chunk * key_dim * narrow + packs * pack)
-    element = {"bfloat16": 2, "float32": 4}
-    row = (2 * key_dim + 2 * value_dim) * element[problem.dtype] + key_dim * element[
-        problem.gate_dtype
-    ]
-    blocks = 2 * items * chunk * row + 2 * max(packs, 8) * LANES * wide
+    size = {"bfloat16": 2, "float32": 4}
+    streams, chunk, packs = variant.streams, variant.chunk, variant.packs
+    items = streams * variant.chunks
+    key_dim, value_dim = _whole_registers(problem)
+    operand = size[problem.dtype]
+    state = streams * key_dim * value_dim * 4
+    pack = (key_dim + 2 * chunk) * LANES * size[variant.inverse_dtype]
+    pack += chunk * LANES * 4 + 8 * key_dim * 4
+    handover = 2 * (items * 2 * chunk * key_dim * operand + packs * pack)
+    key_heads = max(variant.heads // (problem.value_heads // problem.heads), 1)
+    blocks = variant.rows * key_heads * variant.chunks * chunk * 2 * key_dim * operand
+    row = 2 * value_dim * operand + key_dim * size[problem.gate_dtype]
+    row += variant.keep_corrected * value_dim * operand + variant.keep_gate * key_dim * 4
+    blocks += items * chunk * row + max(packs, 8) * LANES * 4
+    if variant.states != "none":
+        blocks += items * key_dim * value_dim * size[variant.states]
+    if variant.keep_inverse:
+        blocks += packs * chunk * LANES * operand
     if problem.gate != "log_decay":
-        blocks += 2 * variant.heads * 8 * key_dim * wide
+        blocks += variant.heads * 8 * key_dim * 4
     spill = _SPILL_BYTES_PER_PACK.get(chip.name, _OTHER_SPILL_BYTES_PER_PACK)
     spans = (variant.recurrence_span, variant.relation_span or variant.recurrence_span)
     if min(spans) < _NARROW_SPAN:
         spill *= _NARROW_SPILLS
-    return state + handover + blocks + _LEAST_SPILL_BYTES + packs * spill
+    spill = spill * max(key_dim, value_dim) // LANES * operand // 2
+    return state + handover + 2 * blocks + _LEAST_SPILL_BYTES + packs * spill

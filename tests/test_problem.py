@@ -31,9 +31,10 @@ CHANGES = {
     "segments": {"segments": 3},
     "layout": {"layout": "BTHD"},
     "residuals": {"residuals": "save"},
+    "precision": {"precision": "highest"},
 }
 # None changes the generated code, nor its time per chunk.
-IRRELEVANT = {"tokens", "batch", "lower_bound", "layout", "residuals"}
+IRRELEVANT = {"tokens", "batch", "lower_bound"}
 
 
 def test_every_field_is_known_to_these_tests():
@@ -109,6 +110,7 @@ def test_defaults_follow_the_other_fields():
         ("segments", (-1, 2), "0 or more"),
         ("layout", "THD", "'HBTD', 'BTHD'"),
         ("residuals", "all", "null, .*'save', 'rematerialize'"),
+        ("precision", "high", "'default', 'highest'"),
     ],
 )
 def test_a_bad_field_is_named_with_what_it_takes(name, value, takes):

@@ -47,7 +47,8 @@ def test_every_parameter_of_a_row_must_be_there():
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Variant)])
 @pytest.mark.parametrize("value", [None, 1.0, True, [1]])
 def test_a_parameter_of_the_wrong_type_is_named(name, value):
-    with pytest.raises(VariantError, match=rf"^{name}: got .*must be of type (int|str)"):
+    value = 1 if value is True and name.startswith("keep") else value
+    with pytest.raises(VariantError, match=rf"^{name}: got .*must be of type (int|str|bool)"):
         Variant.from_dict(Variant().to_dict() | {name: value})
 
 
@@ -94,22 +95,21 @@ def test_a_raised_limit_is_offered_only_where_the_default_one_is_too_small():
             assert check(default, problem, chip) is not None
 
 
+WIDE = {"inverse_dtype": "float32"}
 # How each constraint is broken: variant, problem, and what the message says.
 BROKEN = [
-    ("served", {}, {"dtype": "float32"}, "dtype='float32' .*'bfloat16'"),
-    ("served", {}, {"key_dim": 64}, "key_dim=64 .*128"),
-    ("served", {}, {"value_dim": 256}, "value_dim=256 .*128"),
-    ("served", {}, {"segments": 3}, "segments=3 .*None"),
-    ("served", {}, {"value_heads": 64}, "value_heads=64 with heads=32"),
+    ("served", {}, {"segments": 3}, "segments=3 .*unpacked"),
     ("values", {"chunk": 48}, {}, "chunk=48: it may be 32, 64, 128"),
     ("values", {"decay": "none"}, {}, "decay='none': it may be 'bounded', 'unbounded'"),
     ("values", {"sub_block": 8}, {}, "sub_block=8: it may be 16, 32"),
     ("values", {"decay": "unbounded", "sub_block": 32}, {}, "sub_block=32: it may be 8"),
-    ("values", {"inverse": "exact"}, {}, "inverse='exact': it may be 'neumann', 'recursive'"),
-    ("values", {"inverse_block": 2}, {}, "inverse_block=2: it may be 4, 8"),
-    ("values", {"inverse": "recursive"}, {}, "inverse_block=8: it may be 2"),
+    ("values", {"decay": "tree"}, {}, "sub_block=32: it may be 1"),
+    ("values", {"inverse_block": 16}, {}, "inverse_block=16: it may be 2, 4, 8"),
+    ("values", {"inverse_dtype": "float16"}, {}, "inverse_dtype='float16': it may be 'bfloat16'"),
+    ("values", {"states": "float16"}, {}, "states='float16': it may be 'none', 'bfloat16'"),
     ("values", {"weight_depth": 32}, {}, "weight_depth=32: it may be 64, 128"),
     ("values", {"order": "iri"}, {}, "order='iri': it may be 'rir'"),
+    ("values", {"rows": 0}, {}, "rows=0: it may be 1 to"),
     ("values", {"heads": 0}, {}, "heads=0: it may be 1 to"),
     ("values", {"chunks": -1}, {}, "chunks=-1: it may be 1 to"),
     ("values", {"recurrence_span": 0}, {}, "recurrence_span=0: it may be 1 to"),
@@ -118,10 +118,19 @@ BROKEN = [
     ("values", {"lag": 10_000}, {}, "lag=10000: it may be 0 to"),
     ("values", {"vmem_limit_mib": -1}, {}, "vmem_limit_mib=-1: it may be 0 to"),
     ("packing", {"heads": 3, "chunks": 2}, {}, "heads=3: it must divide .* 32"),
-    ("packing", {"heads": 1}, {}, "heads=1, chunks=1: 2 chunk-heads of 64"),
+    ("packing", {"heads": 1}, {}, "heads=1, rows=1, chunks=1: 2 chunk-heads of 64"),
+    ("packing", {"rows": 2}, {"batch": 3}, "rows=2: it must divide .* 3 batch rows"),
+    ("packing", {"heads": 4}, {"heads": 2, "value_heads": 12}, "heads=4: .* the 6 value heads"),
     ("decay", {}, {"gate": "softplus", "lower_bound": None}, "decay='bounded': a softplus gate"),
     ("decay", {}, {"gate": "log_decay", "lower_bound": None}, "decay='bounded': a log_decay gate"),
-    ("code_size", {"heads": 32, "chunks": 16}, {}, "heads=32, chunks=16, chunk=64: .*bundles"),
+    ("precision", {}, {"precision": "highest"}, "inverse_dtype='bfloat16': precision='highest'"),
+    ("precision", {}, {"dtype": "float32"}, "inverse_dtype='bfloat16': dtype='float32'"),
+    ("precision", WIDE | {"inverse_block": 4}, {"dtype": "float32"}, "=32: .* takes 'tree'"),
+    ("precision", WIDE | {"sub_block": 16}, {"dtype": "float32"}, "inverse_block=8: .* takes 2, 4"),
+    ("residuals", {}, {"residuals": "save"}, "states='none': residuals='save' keeps"),
+    ("residuals", {"states": "float32"}, {}, "states='float32', .* residuals=None keeps none"),
+    ("residuals", {"keep_gate": True}, {"residuals": "rematerialize"}, "keep_gate=True: .* none"),
+    ("code_size", {"heads": 32, "chunks": 16}, {}, "heads=32, rows=1, chunks=16, .*bundles"),
     ("vmem", {"vmem_limit_mib": 1000}, {}, "vmem_limit_mib=1000: v6e grants at most"),
     ("vmem", {"vmem_limit_mib": 1}, {}, "MiB of VMEM, of 1 allowed on v6e"),
 ]
@@ -158,6 +167,41 @@ def test_the_default_is_legal_for_every_number_of_heads(chip):
 
 
 @pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
+@pytest.mark.parametrize("residuals", [None, "save"])
+@pytest.mark.parametrize("gate", ["log_decay", "bounded"])
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"dtype": "float32", "key_dim": 256, "value_dim": 256},
+        {"dtype": "float32", "batch": 3},
+        {"precision": "highest"},
+        {"key_dim": 60, "value_dim": 129, "layout": "BTHD"},
+        {"heads": 2, "batch": 2},
+        {"heads": 128, "value_heads": 128},
+        {"heads": 1, "value_heads": 7, "tokens": 1},
+    ],
+    ids=str,
+)
+def test_every_problem_has_a_default(facts, gate, residuals, chip):
+    problem = dataclasses.replace(
+        LOG_DECAY,
+        **{
+            "heads": 6,
+            "value_heads": 6,
+            "gate": gate,
+            "lower_bound": -5.0 if gate == "bounded" else None,
+            "residuals": residuals,
+            **facts,
+        },
+    )
+    variant = default_variant(problem, chip)
+    assert check(variant, problem, chip) is None
+    for parameter, value in variant.to_dict().items():
+        if parameter != "chunks":
+            assert value in space(problem, chip)[parameter], parameter
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_default_of_an_example_is_a_point_of_its_space(name, chip):
     values = space(SHAPES[name], chip)
@@ -166,8 +210,8 @@ def test_the_default_of_an_example_is_a_point_of_its_space(name, chip):
 
 
 def test_no_default_for_what_is_not_served():
-    with pytest.raises(VariantError, match=r"on v6e: served: dtype='float32'"):
-        default_variant(dataclasses.replace(LOG_DECAY, dtype="float32"), V6E)
+    with pytest.raises(VariantError, match=r"on v6e: served: segments=3"):
+        default_variant(dataclasses.replace(LOG_DECAY, segments=3), V6E)
 
 
 def test_geometry():

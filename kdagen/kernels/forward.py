@@ -1,9 +1,9 @@
-"""The fused forward kernel: stages, scratch, block specs and the call.
+"""The fused forward kernel: stages, scratch and the call.
 
 One Pallas call takes query, key, value, gate and beta to output and final state. Its grid is
-(batch, groups of heads, blocks of chunks + 2): block ``t`` of the relations, ``t - 1`` of the
-inverse and ``t - 2`` of the recurrence are computed in one step, see ``kdagen.emission``. The state
-of a group stays in VMEM from its first block to its last.
+(groups of batch rows, groups of heads, blocks of chunks + 2): block ``t`` of the relations,
+``t - 1`` of the inverse and ``t - 2`` of the recurrence are computed in one step, see
+``kdagen.emission``. The states of a program stay in VMEM from its first block to its last.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kdagen.kernels import lockstep, recurrence
+from kdagen.kernels.geometry import Cut, Extent, Geometry, gate_rows, padded, widened
 from kdagen.kernels.lanes import BF16, F32, index, remainder, stack
 from kdagen.kernels.tiling import LANES
 
@@ -27,40 +28,54 @@ DRAIN = 2
 
 
 @dataclass(frozen=True)
-class Geometry:
-    """What the specs and the scratch of a generated kernel depend on.
+class Forward:
+    """What a generated forward kernel takes and keeps.
 
     Attributes:
-      chunk: tokens a chunk, C; heads, chunks: of one program and grid step.
+      geometry: its cuts.
       gate_rows: whether rate and bias of a raw gate are operands.
       initial_state, final_state: whether they are operands.
-      vmem_limit_bytes: asked of the compiler; None is the chip's default.
-      name: of the kernel, as profiles show it.
+      wide_inverse: the inverse is formed and applied in f32, and so are the products after it.
+      states: dtype of the kept states at the start of every chunk, None to keep none.
+      keep_inverse, keep_corrected, keep_gate: further residual outputs, see ``Results``.
     """
 
-    chunk: int
-    heads: int
-    chunks: int
+    geometry: Geometry
     gate_rows: bool
     initial_state: bool
     final_state: bool
-    vmem_limit_bytes: int | None
-    name: str
+    wide_inverse: bool
+    states: str | None = None
+    keep_inverse: bool = False
+    keep_corrected: bool = False
+    keep_gate: bool = False
 
     @property
-    def block(self) -> int:
-        """Tokens of one grid step."""
-        return self.chunk * self.chunks
+    def inverse_dtype(self) -> Any:
+        """The dtype of the inverse and of what corrected values are multiplied with."""
+        return F32 if self.wide_inverse else BF16
 
-    @property
-    def per_pack(self) -> int:
-        """Chunk-heads side by side along the lanes."""
-        return LANES // self.chunk
 
-    @property
-    def packs(self) -> int:
-        """Packs of chunk-heads in one grid step."""
-        return self.heads * self.chunks // self.per_pack
+class Results(NamedTuple):
+    """What a forward kernel returns; None where it was not asked for.
+
+    Attributes:
+      output: [HV, B, T, V] or [B, T, HV, V] as the layout, in query's dtype.
+      final_state: [B, 1, HV, K, V] f32.
+      states: [B, HV, chunks, KP, VP], before every chunk; KP and VP are K and V in whole registers
+        of 128 lanes, and chunks those of all blocks.
+      inverse: (I + N diag(b))^-1 [B / rows, groups, blocks, packs, C, 128], packs as in
+        ``kdagen.kernels.geometry``.
+      corrected: E, as the output, see ``kdagen.kernels.recurrence``.
+      gate: log2 decay, summed from the start of its sub-block, as the gate, f32.
+    """
+
+    output: jax.Array
+    final_state: jax.Array | None = None
+    states: jax.Array | None = None
+    inverse: jax.Array | None = None
+    corrected: jax.Array | None = None
+    gate: jax.Array | None = None
 
 
 class Refs(NamedTuple):
@@ -75,6 +90,10 @@ class Refs(NamedTuple):
     initial: Any
     output: Any
     final: Any
+    kept_states: Any
+    kept_inverse: Any
+    kept_corrected: Any
+    kept_gate: Any
     state: Any
     decayed: Any
     keys_to_end: Any
@@ -85,17 +104,16 @@ class Refs(NamedTuple):
 
 
 class Step:
-    """One grid step as the stages see it: loads, stores and hand-over by chunk-head or pack.
+    """One grid step as the stages see it: loads, stores and hand-over by item or pack.
 
-    ``scale`` and ``lower_bound`` are the call's. Items are numbered chunk after chunk: item
-    ``n * heads + head`` is chunk n of that head in its block.
+    ``scale`` and ``lower_bound`` are the call's. See ``kdagen.kernels.geometry`` for items.
     """
 
     def __init__(
-        self, geometry: Geometry, refs: Refs, tokens: int, scale: float, lower_bound: float | None
+        self, kernel: Forward, cut: Cut, refs: Refs, scale: float, lower_bound: float | None
     ):
         self.scale, self.lower_bound = scale, lower_bound
-        self._geometry, self._refs, self._tokens = geometry, refs, tokens
+        self._kernel, self._geometry, self._cut, self._refs = kernel, kernel.geometry, cut, refs
         step = pl.program_id(2)
         # blocks t and t - 2 use one slot, block t - 1 the other
         self._slot, self._other = remainder(step, 2), remainder(step + 1, 2)
@@ -107,20 +125,24 @@ class Step:
         return range(pack * self._geometry.per_pack, (pack + 1) * self._geometry.per_pack)
 
     def query(self, item: int) -> jax.Array:
-        """[C, K] f32 of the entering block; 0 past the end of the sequence, as all that follow."""
-        return self._load(self._refs.query, self._entering, item)
+        """[C, KP] f32 of the entering block, KP being K in whole registers.
+
+        0 past K and past the end of the sequence, as all that follow.
+        """
+        return self._load(self._refs.query, self._cut.key_index(item), self._entering, item)
 
     def key(self, item: int) -> jax.Array:
-        """[C, K] f32 of the entering block."""
-        return self._load(self._refs.key, self._entering, item)
+        """[C, KP] f32 of the entering block."""
+        return self._load(self._refs.key, self._cut.key_index(item), self._entering, item)
 
     def gate(self, item: int) -> jax.Array:
-        """[C, K] f32 of the entering block."""
-        return self._load(self._refs.gate, self._entering, item)
+        """[C, KP] f32 of the entering block."""
+        where = self._cut.index(item, self._cut.extent.key_dim)
+        return self._load(self._refs.gate, where, self._entering, item)
 
     def gate_rows(self, item: int) -> tuple[jax.Array, jax.Array]:
-        """exp(a_log) and the bias of a raw gate, rows [1, K] f32."""
-        _, head = divmod(item, self._geometry.heads)
+        """exp(a_log) and the bias of a raw gate, rows [1, KP] f32."""
+        *_, head = self._geometry.place(item)
         return self._refs.gate_rows[head, 0:1, :], self._refs.gate_rows[head, 1:2, :]
 
     def inside(self, x: jax.Array, item: int) -> jax.Array:
@@ -128,29 +150,35 @@ class Step:
         return self._inside(x, self._entering, item)
 
     def _inside(self, x: jax.Array, block, item: int) -> jax.Array:
-        geometry = self._geometry
-        if self._tokens % geometry.block == 0:
+        geometry, tokens = self._geometry, self._cut.extent.tokens
+        if tokens % geometry.block == 0:
             return x
-        n, _ = divmod(item, geometry.heads)
-        left = self._tokens - block * geometry.block - n * geometry.chunk
+        n, *_ = geometry.place(item)
+        left = tokens - block * geometry.block - n * geometry.chunk
         return jnp.where(index(x.shape, 0) < left, x, 0.0)
 
-    def _load(self, ref, block, item: int) -> jax.Array:
-        n, head = divmod(item, self._geometry.heads)
-        chunk = self._geometry.chunk
-        return self._inside(ref[head, n * chunk : (n + 1) * chunk, :].astype(F32), block, item)
+    def _load(self, ref, where, block, item: int) -> jax.Array:
+        return widened(self._inside(ref[where].astype(F32), block, item))
+
+    def keep_gate(self, item: int, sums: jax.Array) -> None:
+        """Keeps the sums [C, KP] f32 of the log2 decay."""
+        width = self._cut.extent.key_dim
+        self._refs.kept_gate[self._cut.index(item, width)] = sums[:, :width]
 
     def store_factors(self, pack: int, factors) -> None:
         """Hands the decayed operands of a pack of the entering block over to its recurrence."""
-        refs, slot = self._refs, self._slot
+        refs, slot, operand = self._refs, self._slot, self._geometry.operand
         beta = refs.beta[pack : pack + 1, :]
         ends, totals = [], []
         for item, factor in zip(self.items(pack), factors, strict=True):
             ready = factor.chunk_factors(self.scale)
-            refs.decayed[slot, item] = stack([ready.query_decayed, ready.key_decayed]).astype(BF16)
+            decayed = stack([ready.query_decayed, ready.key_decayed])
+            refs.decayed[slot, item] = decayed.astype(operand)
             ends.append(ready.key_to_end)
             totals.append(ready.total)
-        refs.keys_to_end[slot, pack] = (jnp.transpose(stack(ends)) * beta).astype(BF16)
+        refs.keys_to_end[slot, pack] = (jnp.transpose(stack(ends)) * beta).astype(
+            refs.keys_to_end.dtype
+        )
         unused = jnp.zeros((refs.totals.shape[2] - len(totals), totals[0].shape[1]), F32)
         refs.totals[slot, pack] = stack([*totals, unused])
 
@@ -160,7 +188,8 @@ class Step:
         """Hands the relations of a pack of the entering block over to inverse and recurrence."""
         refs, slot = self._refs, self._slot
         beta = refs.beta[pack : pack + 1, :]
-        refs.query_relations[slot, pack] = (query_relations * (beta * self.scale)).astype(BF16)
+        scaled = query_relations * (beta * self.scale)
+        refs.query_relations[slot, pack] = scaled.astype(refs.query_relations.dtype)
         refs.key_relations[slot, pack] = key_relations * -beta
 
     def key_relations(self, pack: int) -> Callable[[int, int], jax.Array]:
@@ -169,39 +198,55 @@ class Step:
         return lambda start, count: ref[slot, pack, start : start + count, :]
 
     def store_inverse(self, pack: int, made: jax.Array) -> None:
-        """Hands the inverse of a pack, [C, 128] bf16, over to its recurrence."""
+        """Hands the inverse of a pack, [C, 128], over to its recurrence."""
         self._refs.inverses[self._other, pack] = made
+        if self._refs.kept_inverse is not None:
+            self._refs.kept_inverse[pack] = made.astype(self._refs.kept_inverse.dtype)
 
     def recurrence(self, item: int) -> Generator[None, None, None]:
-        """Output and state of one chunk-head of the leaving block."""
+        """Output and state of one item of the leaving block."""
         refs, slot, geometry = self._refs, self._slot, self._geometry
-        n, head = divmod(item, geometry.heads)
+        n, row, head = geometry.place(item)
+        stream = item % geometry.streams
         pack, x = divmod(item, geometry.per_pack)
         lanes = slice(x * geometry.chunk, (x + 1) * geometry.chunk)
-        rows = slice(n * geometry.chunk, (n + 1) * geometry.chunk)
+        width = self._cut.extent.value_dim
+        where = self._cut.index(item, width)
+        if refs.kept_states is not None:
+            kept = refs.state[stream].astype(refs.kept_states.dtype)
+            refs.kept_states[row, head, n] = kept
 
-        def emit(output: jax.Array) -> None:
-            refs.output[head, rows, :] = output.astype(refs.output.dtype)
+        def emit(ref: Any, x: jax.Array) -> None:
+            if ref is not None:
+                ref[where] = x[:, :width].astype(ref.dtype)
 
         handover = recurrence.Handover(
             decayed=lambda: refs.decayed[slot, item],
-            value=lambda: self._load(refs.value, self._leaving, item),
+            value=lambda: self._load(refs.value, where, self._leaving, item),
             inverse=lambda: refs.inverses[slot, pack, :, lanes],
             relations=lambda: refs.query_relations[slot, pack, :, lanes],
             keys_to_end=lambda: refs.keys_to_end[slot, pack, :, lanes],
             decay=lambda: jnp.transpose(jnp.exp2(refs.totals[slot, pack]))[:, x : x + 1],
         )
-        return recurrence.advance(handover, refs.state, head, emit)
+        yield from recurrence.advance(
+            handover,
+            refs.state,
+            stream,
+            functools.partial(emit, refs.output),
+            keep=functools.partial(emit, refs.kept_corrected),
+            dtype=geometry.operand,
+            inverse_dtype=self._kernel.inverse_dtype,
+        )
 
 
 Stages = Callable[[Step], Mapping[str, Callable[[int], lockstep.Stage]]]
 
 
 def _kernel(
-    geometry: Geometry,
+    kernel: Forward,
+    cut: Cut,
     stages: Stages,
     slots,
-    tokens: int,
     scale: float,
     lower_bound: float | None,
     *operands,
@@ -209,33 +254,44 @@ def _kernel(
     """Body of one grid step. ``operands`` are the references in the order of ``Refs``."""
     given = iter(operands)
     absent = {
-        "gate_rows": not geometry.gate_rows,
-        "initial": not geometry.initial_state,
-        "final": not geometry.final_state,
+        "gate_rows": not kernel.gate_rows,
+        "initial": not kernel.initial_state,
+        "final": not kernel.final_state,
+        "kept_states": kernel.states is None,
+        "kept_inverse": not kernel.keep_inverse,
+        "kept_corrected": not kernel.keep_corrected,
+        "kept_gate": not kernel.keep_gate,
     }
     refs = Refs(*(None if absent.get(name) else next(given) for name in Refs._fields))
+    geometry = kernel.geometry
     row, group, step = (pl.program_id(i) for i in range(3))
     mine = pl.ds(group * geometry.heads, geometry.heads)
+    rows = [
+        (row * geometry.rows + r, pl.ds(r * geometry.heads, geometry.heads))
+        for r in range(geometry.rows)
+    ]
 
-    # the recurrence of the first block begins: scratch still holds another group's state
+    # the recurrence of the first block begins: scratch still holds another program's state
     @pl.when(step == DRAIN)
     def _():
         if refs.initial is None:
             refs.state[...] = jnp.zeros_like(refs.state)
         else:
-            pltpu.sync_copy(refs.initial.at[row, 0, mine], refs.state)
+            for batch, streams in rows:
+                pltpu.sync_copy(refs.initial.at[batch, 0, mine], refs.state.at[streams])
 
-    lockstep.run(slots, stages(Step(geometry, refs, tokens, scale, lower_bound)))
+    lockstep.run(slots, stages(Step(kernel, cut, refs, scale, lower_bound)))
 
     if refs.final is not None:
 
         @pl.when(step == pl.num_programs(2) - 1)
         def _():
-            pltpu.sync_copy(refs.state, refs.final.at[row, 0, mine])
+            for batch, streams in rows:
+                pltpu.sync_copy(refs.state.at[streams], refs.final.at[batch, 0, mine])
 
 
 def call(
-    geometry: Geometry,
+    kernel: Forward,
     stages: Stages,
     slots,
     query: jax.Array,
@@ -250,78 +306,84 @@ def call(
     scale: float,
     lower_bound: float | None,
     interpret: Any = False,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Output [H, B, T, V] in query's dtype and final state [B, 1, H, K, V] f32 (or None).
+) -> Results:
+    """Runs the kernel.
+
+    Shapes are those of layout "HBTD"; "BTHD" takes [B, T, H, D] and, for beta, [B, T, HV].
 
     Args:
-      geometry: of the generated module.
+      kernel: of the generated module.
       stages: makes the three stages from a grid step; slots: the order of their segments.
-      query, key, gate: [H, B, T, K]; value: [H, B, T, V]; beta: [H, B, T].
-      a_log: [H] f32 or None (a rate of 1); delta_time_bias: [H, K] f32 or None.
-      initial_state: [B, 1, H, K, V] f32, given exactly where ``geometry.initial_state``.
+      query, key: [H, B, T, K]; gate: [HV, B, T, K]; value: [HV, B, T, V]; beta: [HV, B, T]. Value
+        head j reads query and key head j // (HV / H).
+      a_log: [HV] f32 or None (a rate of 1); delta_time_bias: [HV, K] f32 or None.
+      initial_state: [B, 1, HV, K, V] f32, given exactly where ``kernel.initial_state``.
       scale: of the queries.
       lower_bound: of a bounded gate.
       interpret: False, True or ``pltpu.InterpretParams()``.
     """
-    heads, batch, tokens, key_dim = query.shape
-    value_dim = value.shape[-1]
-    length = max(tokens, geometry.block)
-    if length > tokens:  # a block may hang over the end of an array, but not be longer than it
-        pad = [(0, 0), (0, 0), (0, length - tokens), (0, 0)]
-        query, key, value, gate = (jnp.pad(x, pad) for x in (query, key, value, gate))
-    blocks = pl.cdiv(tokens, geometry.block)
-    groups = heads // geometry.heads
-    last = blocks - 1
-
-    def entering(row, group, step):
-        return group, row, jnp.minimum(step, last), 0
-
-    def leaving(row, group, step):
-        return group, row, jnp.maximum(step - DRAIN, 0), 0
-
-    def tensor(width: int, where) -> pl.BlockSpec:
-        return pl.BlockSpec((geometry.heads, None, geometry.block, width), where)
+    geometry = kernel.geometry
+    extent = Extent.of(geometry.layout, query, value)
+    cut = Cut(geometry, extent)
+    key_dim, value_dim = extent.key_dim, extent.value_dim
+    state_shape = (padded(key_dim), padded(value_dim))
+    last = cut.blocks - 1
+    entering = lambda step: jnp.minimum(step, last)  # noqa: E731
+    between = lambda step: jnp.clip(step - 1, 0, last)  # noqa: E731
+    leaving = lambda step: jnp.maximum(step - DRAIN, 0)  # noqa: E731
 
     whole = pl.BlockSpec(memory_space=pl.ANY)
     in_specs = [
-        tensor(key_dim, entering),
-        tensor(key_dim, entering),
-        tensor(value_dim, leaving),
-        tensor(key_dim, entering),
-        pl.BlockSpec(
-            (None, None, None, geometry.packs, LANES),
-            lambda row, group, step: (row, group, jnp.minimum(step, last), 0, 0),
-        ),
+        cut.key_tensor(entering),
+        cut.key_tensor(entering),
+        cut.tensor(value_dim, leaving),
+        cut.tensor(key_dim, entering),
+        cut.per_pack((LANES,), entering),
     ]
-    operands = [query, key, value, gate, _lane_rows(geometry, beta, groups, blocks)]
-    if geometry.gate_rows:
+    operands = [*(cut.view(x) for x in (query, key, value, gate)), cut.lane_rows(beta)]
+    if kernel.gate_rows:
         in_specs.append(
-            pl.BlockSpec((geometry.heads, 2, key_dim), lambda row, group, step: (group, 0, 0))
+            pl.BlockSpec(
+                (geometry.heads, 2, state_shape[0]), lambda row, group, step: (group, 0, 0)
+            )
         )
-        operands.append(_gate_rows(a_log, delta_time_bias, heads, key_dim))
-    if geometry.initial_state:
+        operands.append(gate_rows(a_log, delta_time_bias, extent.value_heads, key_dim))
+    if kernel.initial_state:
         assert initial_state is not None
         in_specs.append(whole)
-        operands.append(initial_state)
-    out_specs = [tensor(value_dim, leaving)]
+        operands.append(_whole_registers(initial_state, state_shape))
     # inside shard_map the results vary over the mesh as the operands do
     axes = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in operands))
     struct = functools.partial(
         jax.ShapeDtypeStruct, manual_axis_type=jax.sharding.ManualAxisType(varying=axes)
     )
-    out_shape = [struct((heads, batch, length, value_dim), query.dtype)]
-    if geometry.final_state:
-        out_specs.append(whole)
-        out_shape.append(struct((batch, 1, heads, key_dim, value_dim), F32))
+    heads, inverse_shape = extent.value_heads, (geometry.chunk, LANES)
+    specs = {"output": cut.tensor(value_dim, leaving)}
+    shapes = {"output": struct(cut.shape(heads, value_dim), query.dtype)}
+    if kernel.final_state:
+        specs["final_state"] = whole
+        shapes["final_state"] = struct((extent.batch, 1, heads, *state_shape), F32)
+    if kernel.states is not None:
+        specs["states"] = cut.per_chunk(state_shape, leaving)
+        shapes["states"] = struct(cut.chunk_shape(state_shape), kernel.states)
+    if kernel.keep_inverse:
+        specs["inverse"] = cut.per_pack(inverse_shape, between)
+        shapes["inverse"] = struct((*cut.pack_shape(), *inverse_shape), geometry.operand)
+    if kernel.keep_corrected:
+        specs["corrected"] = cut.tensor(value_dim, leaving)
+        shapes["corrected"] = struct(cut.shape(heads, value_dim), query.dtype)
+    if kernel.keep_gate:
+        specs["gate"] = cut.tensor(key_dim, entering)
+        shapes["gate"] = struct(cut.shape(heads, key_dim), F32)
     # Mosaic takes no 64-bit index; under jax_enable_x64 every literal would be one
     with jax.enable_x64(False):
-        results = pl.pallas_call(
-            functools.partial(_kernel, geometry, stages, slots, tokens, scale, lower_bound),
-            grid=(batch, groups, blocks + DRAIN),
+        made = pl.pallas_call(
+            functools.partial(_kernel, kernel, cut, stages, slots, scale, lower_bound),
+            grid=(cut.row_groups, cut.groups, cut.blocks + DRAIN),
             in_specs=in_specs,
-            out_specs=out_specs,
-            out_shape=out_shape,
-            scratch_shapes=scratch(geometry, key_dim, value_dim),
+            out_specs=list(specs.values()),
+            out_shape=list(shapes.values()),
+            scratch_shapes=scratch(kernel, *state_shape),
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "parallel", "arbitrary"),
                 vmem_limit_bytes=geometry.vmem_limit_bytes,
@@ -329,41 +391,34 @@ def call(
             name=geometry.name,
             interpret=interpret,
         )(*operands)
-    output = results[0][:, :, :tokens] if length > tokens else results[0]
-    return output, results[1] if geometry.final_state else None
+    results = dict(zip(specs, made, strict=True))
+    for name in results.keys() & {"output", "corrected", "gate"}:
+        results[name] = cut.unview(results[name], heads)
+    if kernel.final_state:
+        results["final_state"] = results["final_state"][..., :key_dim, :value_dim]
+    return Results(**results)
 
 
-def scratch(geometry: Geometry, key_dim: int, value_dim: int) -> list[Any]:
-    """VMEM scratch, in the order of ``Refs``: the state, then what the stages hand over."""
-    items, packs, chunk = geometry.heads * geometry.chunks, geometry.packs, geometry.chunk
+def scratch(kernel: Forward, key_dim: int, value_dim: int) -> list[Any]:
+    """VMEM scratch, in the order of ``Refs``: the states, then what the stages hand over.
+
+    ``key_dim`` and ``value_dim`` are in whole registers.
+    """
+    geometry = kernel.geometry
+    packs, chunk, operand = geometry.packs, geometry.chunk, geometry.operand
     return [
-        pltpu.VMEM((geometry.heads, key_dim, value_dim), F32),
-        pltpu.VMEM((2, items, 2 * chunk, key_dim), BF16),
-        pltpu.VMEM((2, packs, key_dim, LANES), BF16),
-        pltpu.VMEM((2, packs, chunk, LANES), BF16),
+        pltpu.VMEM((geometry.streams, key_dim, value_dim), F32),
+        pltpu.VMEM((2, geometry.items, 2 * chunk, key_dim), operand),
+        pltpu.VMEM((2, packs, key_dim, LANES), kernel.inverse_dtype),
+        pltpu.VMEM((2, packs, chunk, LANES), kernel.inverse_dtype),
         pltpu.VMEM((2, packs, 8, key_dim), F32),
         pltpu.VMEM((2, packs, chunk, LANES), F32),
-        pltpu.VMEM((2, packs, chunk, LANES), BF16),
+        pltpu.VMEM((2, packs, chunk, LANES), kernel.inverse_dtype),
     ]
 
 
-def _lane_rows(geometry: Geometry, beta: jax.Array, groups: int, blocks: int) -> jax.Array:
-    """beta [H, B, T] as a lane row a pack: [B, groups, blocks, packs, 128] f32, 0 past the end."""
-    _, batch, tokens = beta.shape
-    beta = jnp.pad(beta.astype(F32), [(0, 0), (0, 0), (0, blocks * geometry.block - tokens)])
-    parts = beta.reshape(groups, geometry.heads, batch, blocks, geometry.chunks, geometry.chunk)
-    return parts.transpose(2, 0, 3, 4, 1, 5).reshape(batch, groups, blocks, geometry.packs, LANES)
-
-
-def _gate_rows(
-    a_log: jax.Array | None, bias: jax.Array | None, heads: int, key_dim: int
-) -> jax.Array:
-    """exp(a_log), at most e^88, and the bias, as rows: [H, 2, K] f32."""
-    rate = jnp.ones(heads, F32) if a_log is None else jnp.exp(jnp.minimum(a_log.astype(F32), 88.0))
-    rate = jnp.broadcast_to(rate[:, None], (heads, key_dim))
-    rows = (
-        jnp.zeros((heads, key_dim), F32)
-        if bias is None
-        else bias.astype(F32).reshape(heads, key_dim)
-    )
-    return jnp.stack([rate, rows], axis=1)
+def _whole_registers(state: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """A state [..., K, V] with zeros up to ``shape``."""
+    missing = [(0, 0)] * (state.ndim - 2)
+    missing += [(0, to - of) for to, of in zip(shape, state.shape[-2:], strict=True)]
+    return jnp.pad(state, missing) if shape != state.shape[-2:] else state

@@ -49,10 +49,13 @@ def advance(
     head: int,
     emit: Callable[[jax.Array], None],
     *,
+    keep: Callable[[jax.Array], None] | None = None,
     dtype: DTypeLike = BF16,
     inverse_dtype: DTypeLike = BF16,
 ) -> Generator[None, None, None]:
     """Takes one chunk: emits its output [C, V] f32 and replaces ``state[head]`` [K, V] f32.
+
+    ``keep``, if given, takes the corrected values E [C, V] as they go into the last product.
 
     Operands of the first product are rounded to ``dtype``, those of the other two to
     ``inverse_dtype``. Where keys are nearly parallel, corrected values that are large and alternate
@@ -66,6 +69,8 @@ def advance(
     chunk = seen.shape[0] // 2
     residual = handover.value() - seen[chunk:]
     corrected = dot(handover.inverse(), residual, dtype=inverse_dtype, passes=passes)
+    if keep is not None:
+        keep(corrected)
     yield
     decay = handover.decay()
     ahead = stack([handover.relations(), handover.keys_to_end()])

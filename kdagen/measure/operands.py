@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from math import prod
 from typing import Any
 
@@ -17,28 +18,44 @@ Shaped = dict[str, tuple[tuple[int, ...], str]]
 def inputs(problem: Problem) -> dict[str, tuple[tuple[int, ...], str] | None]:
     """Shape and dtype name of every array argument of ``forward`` in its order, None if absent.
 
-    query, key [H, B, T, K]; value [HV, B, T, V]; gate [HV, B, T, K]; beta [HV, B, T]; a_log [HV]
-    and delta_time_bias [HV, K] for a raw gate; initial_state [B, 1, HV, K, V] if there is one.
+    query, key [H, B, T, K]; value [HV, B, T, V]; gate [HV, B, T, K]; beta [HV, B, T], or in layout
+    "BTHD" [B, T, H, K] and so on; a_log [HV] and delta_time_bias [HV, K] for a raw gate;
+    initial_state [B, 1, HV, K, V] if there is one.
     """
-    heads, value_heads = problem.heads, problem.value_heads
-    rows = (problem.batch, problem.tokens)
+    value_heads = problem.value_heads
     raw = problem.gate != "log_decay"
     state = (problem.batch, 1, value_heads, problem.key_dim, problem.value_dim)
+
+    def tokens_of(heads: int, *width: int) -> tuple[int, ...]:
+        if problem.layout == "BTHD":
+            return (problem.batch, problem.tokens, heads, *width)
+        return (heads, problem.batch, problem.tokens, *width)
+
     return {
-        "query": ((heads, *rows, problem.key_dim), problem.dtype),
-        "key": ((heads, *rows, problem.key_dim), problem.dtype),
-        "value": ((value_heads, *rows, problem.value_dim), problem.dtype),
-        "gate": ((value_heads, *rows, problem.key_dim), problem.gate_dtype),
-        "beta": ((value_heads, *rows), problem.beta_dtype),
+        "query": (tokens_of(problem.heads, problem.key_dim), problem.dtype),
+        "key": (tokens_of(problem.heads, problem.key_dim), problem.dtype),
+        "value": (tokens_of(value_heads, problem.value_dim), problem.dtype),
+        "gate": (tokens_of(value_heads, problem.key_dim), problem.gate_dtype),
+        "beta": (tokens_of(value_heads), problem.beta_dtype),
         "a_log": ((value_heads,), "float32") if raw else None,
         "delta_time_bias": ((value_heads, problem.key_dim), "float32") if raw else None,
         "initial_state": (state, "float32") if problem.initial_state else None,
     }
 
 
+def in_layout(values: dict[str, Any], problem: Problem) -> dict[str, Any]:
+    """Operands of layout "HBTD" in that of the problem."""
+    import jax.numpy as jnp
+
+    if problem.layout == "HBTD":
+        return values
+    moved = ("query", "key", "value", "gate", "beta")
+    return {name: jnp.moveaxis(x, 0, 2) if name in moved else x for name, x in values.items()}
+
+
 def outputs(problem: Problem) -> Shaped:
-    """Shape and dtype name of what ``forward`` returns: output [HV, B, T, V], and the final state
-    [B, 1, HV, K, V] if the problem asks for it."""
+    """Shape and dtype name of what ``forward`` returns: output, shaped as value, and the final
+    state [B, 1, HV, K, V] if the problem asks for it."""
     given = inputs(problem)["value"]
     assert given is not None
     result: Shaped = {"output": given}
@@ -60,7 +77,7 @@ def floor_bytes(problem: Problem) -> int:
 
 
 def draw(problem: Problem, seed: int) -> dict[str, Any]:
-    """Random values of ``inputs(problem)`` as JAX arrays, rounded to their dtypes.
+    """Random values of ``inputs`` in layout "HBTD" as JAX arrays, rounded to their dtypes.
 
     Queries and keys are of unit length where the kernel does not normalise them, beta lies in
     (0, 1). Gates span what the kind of gate allows: a bounded one reaches both of its ends; an
@@ -70,6 +87,7 @@ def draw(problem: Problem, seed: int) -> dict[str, Any]:
     import jax.numpy as jnp
 
     rng = np.random.default_rng(seed)
+    problem = dataclasses.replace(problem, layout="HBTD")
     wanted = {name: given for name, given in inputs(problem).items() if given is not None}
     values = {name: rng.standard_normal(shape) for name, (shape, _) in wanted.items()}
     if not problem.qk_l2norm:

@@ -63,7 +63,7 @@ def reduced(problem: Problem, variant: Variant, least_heads: int = 1) -> Problem
     return dataclasses.replace(
         problem,
         tokens=3 * variant.block_tokens + variant.chunk // 2 + 5,
-        batch=2,
+        batch=2 * variant.rows,
         heads=programs * program // group,
         value_heads=programs * program,
     )
@@ -99,10 +99,21 @@ def interpreted(generated: Generated, problem: Problem) -> Callable[..., Any]:
 
 
 def call(problem: Problem, variant: Variant, chip: Chip, values: dict[str, Any]) -> dict[str, Any]:
-    """Output, and final state where the problem asks for it, of a variant in interpret mode."""
+    """What a variant returns in interpret mode, by name.
+
+    ``values`` and results are in layout "HBTD", whatever that of the problem is.
+    """
     run = interpreted(generate(problem, variant, chip), problem)
-    got = run(*(values.get(name) for name in operands.inputs(problem)))
-    return dict(zip(operands.outputs(problem), got, strict=False))
+    given = operands.in_layout(values, problem)
+    got = run(*(given.get(name) for name in operands.inputs(problem)))
+    results = {name: x for name, x in got._asdict().items() if x is not None}
+    if problem.layout == "BTHD":
+        results |= {
+            name: np.moveaxis(np.asarray(results[name]), 2, 0)
+            for name in ("output", "corrected", "gate")
+            if name in results
+        }
+    return results
 
 
 def static_arguments(problem: Problem) -> dict[str, Any]:

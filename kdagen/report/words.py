@@ -65,9 +65,10 @@ def variant(v: Variant | str) -> str:
     parts = [
         f"chunk {v.chunk}",
         f"heads {v.heads}",
+        *([f"rows {v.rows}"] if v.rows > 1 else []),
         f"chunks {v.chunks}",
         f"{v.decay} {v.sub_block}",
-        f"{v.inverse} {v.inverse_block}",
+        f"inverse {v.inverse_block} {v.inverse_dtype}",
         f"depth {v.weight_depth}",
         f"spans {v.recurrence_span}/{v.inverse_span}/{v.relation_span}",
         f"lag {v.lag}",
@@ -75,6 +76,9 @@ def variant(v: Variant | str) -> str:
     ]
     if v.vmem_limit_mib:
         parts.append(f"VMEM {v.vmem_limit_mib} MiB")
+    if v.states != "none":
+        kept = [name for name in ("inverse", "corrected", "gate") if getattr(v, f"keep_{name}")]
+        parts.append(f"keeps {v.states} states" + "".join(f" and {name}" for name in kept))
     return ", ".join(parts)
 
 

@@ -9,8 +9,8 @@ import jax
 
 from kdagen.chips import CHIPS, Chip, get_chip
 from kdagen.problem import Problem
-from kdagen.reference.layout import heads_first, heads_first_shape, in_layout
-from kdagen.reference.options import PER_TOKEN, Options
+from kdagen.reference.layout import heads_first_shape
+from kdagen.reference.options import Options
 from kdagen.reference.varying import varying_alike
 from kdagen.runtime.arguments import Call
 from kdagen.runtime.dispatch import choose, portable_choice
@@ -40,17 +40,13 @@ class Kernel:
         from kdagen.generate import generate, load
 
         module = load(generate(self.problem, self.variant, get_chip(self.chip)))
-        given = {
-            name: heads_first(x, options.layout) if x is not None and name in PER_TOKEN else x
-            for name, x in varying_alike(operands).items()
-        }
-        output, state = module.forward(
-            **given,
+        results = module.forward(
+            **varying_alike(operands),
             scale=options.scale,
             lower_bound=options.lower_bound,
             interpret=self.interpret,
         )
-        return in_layout(output, options.layout), state
+        return results.output, results.final_state
 
 
 def problem_of(call: Call) -> Problem:
@@ -100,7 +96,7 @@ def portable_kernel(call: Call, *, interpret: bool) -> Kernel:
     choice, chip = portable_choice(problem)
     variant = choice.variant
     if interpret:
-        small = replace(variant, heads=1, chunks=LANES // variant.chunk)
+        small = replace(variant, heads=1, rows=1, chunks=LANES // variant.chunk)
         variant = small if check(small, problem, chip) is None else variant
     return Kernel(problem, variant, chip.name, interpret)
 

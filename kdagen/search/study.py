@@ -24,10 +24,7 @@ _LEGAL = "legal"
 
 # Parameters whose legal values depend on each other: one axis of the sampler for each group, so
 # that nearly all it proposes is legal. Every other parameter is an axis of its own.
-_GROUPS = (
-    ("chunk", "heads", "chunks", "vmem_limit_mib"),
-    ("inverse", "inverse_block"),
-)
+_GROUPS = (("chunk", "heads", "rows", "chunks", "vmem_limit_mib"),)
 # Variants with less work in flight than this share of the most leave the MXU waiting for the
 # products of one chunk-head: with half of it they take 1.5 times as long, with a quarter 3 times.
 _LEAST_IN_FLIGHT = 0.5
@@ -212,4 +209,4 @@ def _busy(options: list[Option], own: Option, tokens: int) -> list[Option]:
 
 def _in_flight(option: Option) -> int:
     """Tokens of all chunk-heads of one grid step."""
-    return option["chunk"] * option["heads"] * option["chunks"]
+    return option["chunk"] * option["heads"] * option["rows"] * option["chunks"]

@@ -33,6 +33,9 @@ SOFTPLUS = dataclasses.replace(LOG_DECAY, gate="softplus")
 BOUNDED = dataclasses.replace(LOG_DECAY, gate="bounded", lower_bound=-5.0)
 SMALL = Variant(heads=2)
 UNBOUNDED = dataclasses.replace(SMALL, decay="unbounded", sub_block=8)
+TREE = dataclasses.replace(
+    SMALL, decay="tree", sub_block=1, inverse_block=2, inverse_dtype="float32"
+)
 
 GOLDENS = {
     "log_decay": (LOG_DECAY, UNBOUNDED, "v6e"),
@@ -47,13 +50,24 @@ GOLDENS = {
     ),
     "chunk_32": (LOG_DECAY, dataclasses.replace(UNBOUNDED, chunk=32, heads=4), "v6e"),
     "chunk_128": (
-        BOUNDED, dataclasses.replace(SMALL, chunk=128, inverse="recursive", inverse_block=2), "v6e",
+        BOUNDED, dataclasses.replace(SMALL, chunk=128, inverse_block=2), "v6e",
     ),
     "several_packs": (
         BOUNDED, dataclasses.replace(SMALL, heads=4, chunks=2, order="irr", lag=1), "v6e",
     ),
     "mixed_order": (BOUNDED, dataclasses.replace(SMALL, heads=4, chunks=2, order="mix"), "v6e"),
     "vmem_limit": (BOUNDED, dataclasses.replace(SMALL, vmem_limit_mib=64), "v5e"),
+    "float32": (dataclasses.replace(SOFTPLUS, dtype="float32", qk_l2norm=True), TREE, "v6e"),
+    "highest": (
+        dataclasses.replace(BOUNDED, precision="highest", layout="BTHD", batch=2),
+        dataclasses.replace(SMALL, rows=2, inverse_block=4, inverse_dtype="float32"), "v7x",
+    ),
+    "residuals": (
+        dataclasses.replace(SOFTPLUS, residuals="save"),
+        dataclasses.replace(
+            UNBOUNDED, states="bfloat16", keep_inverse=True, keep_corrected=True, keep_gate=True
+        ), "v6e",
+    ),
 }  # fmt: skip
 
 
@@ -86,10 +100,18 @@ def sample(count: int) -> list[tuple[Problem, Variant, str]]:
     while len(found) < count:
         chip = get_chip(rng.choice(list(CHIPS)))
         gate = rng.choice(["log_decay", "softplus", "bounded"])
+        heads = rng.choice([1, 2, 3, 8, 12, 32])
         problem = Problem(
             tokens=rng.choice([1, 200, 8192]),
-            heads=rng.choice([1, 2, 3, 8, 12, 32]),
-            batch=rng.choice([1, 2]),
+            heads=heads,
+            batch=rng.choice([1, 2, 6]),
+            value_heads=heads * rng.choice([1, 1, 3]),
+            key_dim=rng.choice([48, 128, 256]),
+            value_dim=rng.choice([100, 128, 129]),
+            dtype=rng.choice(["bfloat16", "float32"]),
+            layout=rng.choice(["HBTD", "BTHD"]),
+            residuals=rng.choice([None, "save", "rematerialize"]),
+            precision=rng.choice(["default", "highest"]),
             gate=gate,
             lower_bound=rng.choice([-5.0, -0.5]) if gate == "bounded" else None,
             gate_dtype=rng.choice(["bfloat16", "float32"]),
@@ -97,8 +119,8 @@ def sample(count: int) -> list[tuple[Problem, Variant, str]]:
             initial_state=rng.random() < 0.5,
             final_state=rng.random() < 0.5,
         )
-        values = space(problem, chip) | {"chunk": (32, 64, 128), "order": ("rir", "irr", "mix")}
-        if rng.random() < 0.2:
+        values = space(problem, chip) | {"order": ("rir", "irr", "mix")}
+        if rng.random() < 0.2 and problem.dtype == "bfloat16":
             values |= {"decay": ("unbounded",), "sub_block": (8,)}
         variant = Variant(**{name: rng.choice(given) for name, given in values.items()})
         if check(variant, problem, chip) is None:
@@ -134,13 +156,14 @@ def test_the_same_point_gives_the_same_source():
 
 
 PARAMETERS = {
-    "chunk": 128, "heads": 4, "chunks": 2, "decay": "unbounded", "sub_block": 16,
-    "inverse": "recursive", "inverse_block": 4, "weight_depth": 128, "recurrence_span": 5,
+    "chunk": 128, "heads": 4, "rows": 2, "chunks": 2, "decay": "unbounded", "sub_block": 16,
+    "inverse_block": 4, "inverse_dtype": "float32", "weight_depth": 128, "recurrence_span": 5,
     "inverse_span": 1, "relation_span": 0, "lag": 1, "order": "mix", "vmem_limit_mib": 64,
+    "states": "bfloat16", "keep_inverse": True, "keep_corrected": True, "keep_gate": True,
 }  # fmt: skip
 FACTS = {
     "dtype": "float32", "gate": "softplus", "gate_dtype": "float32", "qk_l2norm": True,
-    "initial_state": True, "final_state": True,
+    "initial_state": True, "final_state": True, "layout": "BTHD",
 }  # fmt: skip
 OTHER_FACTS = {"tokens": 200, "batch": 2, "beta_dtype": "float32", "lower_bound": -1.0}
 

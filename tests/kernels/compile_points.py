@@ -23,7 +23,7 @@ SOFTPLUS = dataclasses.replace(LOG_DECAY, gate="softplus", qk_l2norm=True)
 BOUNDED = dataclasses.replace(SOFTPLUS, gate="bounded", lower_bound=-5.0)
 STATES = {"initial_state": True, "final_state": True}
 UNBOUNDED = {"decay": "unbounded", "sub_block": 8}
-RECURSIVE = {"inverse": "recursive", "inverse_block": 2}
+RECURSIVE = {"inverse_block": 2}
 
 # What a point changes of a problem, and its variant. A problem has three blocks, and a rest of
 # ``rest`` tokens. None is the chip's default variant.

@@ -32,7 +32,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "ragged": (False, True),
     "chunk": (32, 64, 128),
     "chunks": (1, 2, 4),
-    "inverse": (("neumann", 4), ("neumann", 8), ("recursive", 2)),
+    "inverse_block": (2, 4, 8),
     "weight_depth": (64, 128),
     "order": ("rir", "irr", "mix"),
     "recurrence_span": (1, 4, 9),
@@ -46,15 +46,13 @@ def case(point: dict[str, Any]) -> tuple[Problem, Variant]:
     """The problem and the variant of one value an axis."""
     gate, decay, sub_block = point["factorisation"]
     all_heads, heads = point["heads"]
-    inverse, inverse_block = point["inverse"]
-    spans = ("recurrence_span", "inverse_span", "relation_span", "lag")
+    plain = ("chunk", "chunks", "inverse_block", "weight_depth", "order", "lag")
+    spans = ("recurrence_span", "inverse_span", "relation_span")
     variant = Variant(
         heads=heads,
         decay=decay,
         sub_block=sub_block,
-        inverse=inverse,
-        inverse_block=inverse_block,
-        **{name: point[name] for name in ("chunk", "chunks", "weight_depth", "order", *spans)},
+        **{name: point[name] for name in (*plain, *spans)},
     )
     rest = variant.chunk // 2 + 3 if point["ragged"] else 0
     initial_state, final_state = point["states"]

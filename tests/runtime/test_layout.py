@@ -13,16 +13,7 @@ from tests.runtime.compile_projected import moves
 PROGRAM = Path(__file__).parent / "compile_projected.py"
 
 
-@pytest.mark.parametrize(
-    "implementation",
-    [
-        "xla_chunked",
-        pytest.param(
-            "pallas",
-            marks=pytest.mark.xfail(strict=True, reason="the kernel reads heads first"),
-        ),
-    ],
-)
+@pytest.mark.parametrize("implementation", ["xla_chunked", "pallas"])
 def test_no_operation_around_the_attention_moves_a_whole_tensor(implementation):
     environment = worker_environment()
     roots = [str(PROGRAM.parents[2]), environment.get("PYTHONPATH", "")]
