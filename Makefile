@@ -60,7 +60,7 @@ $(VENV)/.installed-%: pyproject.toml | $(BIN)/pip
 	@touch $@
 
 $(NEWEST_VENV)/bin/pip:
-	newest=$$($(PYTHON) .ci/newest_python.py) && "$$newest" -m venv $(NEWEST_VENV)
+	newest=$$($(PYTHON) benchmarks/newest_python.py) && "$$newest" -m venv $(NEWEST_VENV)
 
 $(NEWEST_VENV)/.installed: pyproject.toml | $(NEWEST_VENV)/bin/pip
 	$(NEWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \

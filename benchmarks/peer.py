@@ -9,14 +9,14 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+import newest_python
+
 ROOT = Path(__file__).resolve().parents[1]
-MINIMUM = (3, 12)
 # The kernels are called by their internal names, which a later release may change. The model is
 # calibrated with the compiler of libtpu 0.0.52, which schedules both sides better than the one that
 # JAX's own extra pins.
@@ -43,7 +43,7 @@ def run(script: str, options: argparse.Namespace, arguments: list[str]) -> int:
     """
     python = options.python or _environment_python()
     if python is None:
-        versions = ".".join(map(str, MINIMUM))
+        versions = ".".join(map(str, newest_python.OLDEST))
         print(
             f"tokamax needs Python {versions} or newer and none was found: put python{versions} "
             "(or a newer one) on the PATH, or name one that has tokamax with --python",
@@ -69,22 +69,11 @@ def quiet() -> None:
 
 
 def find_python() -> str | None:
-    """An interpreter of at least ``MINIMUM``: this one, one on the PATH, or one of pyenv's."""
-    candidates = [sys.executable]
-    candidates += [f"python3.{minor}" for minor in range(19, MINIMUM[1] - 1, -1)]
-    candidates += ["python3", "python"]
-    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    candidates += map(str, sorted(pyenv.glob("3.*/bin/python"), reverse=True))
-    code = "import sys, venv, ensurepip; print(*sys.version_info[:2])"
-    for candidate in candidates:
-        path = shutil.which(candidate)
-        if path is None:
-            continue
-        # A shim of pyenv fails where its version is not active.
-        asked = subprocess.run([path, "-c", code], capture_output=True, text=True, check=False)
-        if asked.returncode == 0 and tuple(map(int, asked.stdout.split())) >= MINIMUM:
-            return path
-    return None
+    """This interpreter if it is new enough, else the newest on the PATH or among pyenv's."""
+    own = newest_python.version_of(sys.executable)
+    if own is not None and own >= newest_python.OLDEST:
+        return sys.executable
+    return newest_python.newest(newest_python.versions())
 
 
 def _environment_python() -> str | None:

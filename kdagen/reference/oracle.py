@@ -233,20 +233,7 @@ def _run(
 
 
 def recurrent_float64(
-    query: Any,
-    key: Any,
-    value: Any,
-    gate: Any,
-    beta: Any,
-    *,
-    a_log: Any = None,
-    delta_time_bias: Any = None,
-    lower_bound: float | None = None,
-    use_gate_in_kernel: bool = False,
-    scale: float | None = None,
-    use_qk_l2norm: bool = False,
-    initial_state: Any = None,
-    boundaries: Any = None,
+    query: Any, key: Any, value: Any, gate: Any, beta: Any, **arguments: Any
 ) -> tuple[Array, Array]:
     """Kimi Delta Attention, token by token, in float64.
 
@@ -258,8 +245,9 @@ def recurrent_float64(
       a_log: [HV] or None (exp(a_log) = 1); saturates at 88.
       delta_time_bias: [HV * K] or [HV, K] or None.
       lower_bound: None for -exp(a_log) * softplus(x), else lower_bound * sigmoid(exp(a_log) * x).
+      use_gate_in_kernel: False by default.
       scale: of the query; K ** -0.5 by default.
-      use_qk_l2norm: query and key are divided by sqrt(sum of squares + 1e-6) first.
+      use_qk_l2norm: query and key are divided by sqrt(sum of squares + 1e-6) first; not by default.
       initial_state: [B, N, HV, K, V] or None for zeros.
       boundaries: [B, N + 1] integers, the token at which each segment starts and the last one
         ends; tokens past the last are padding. None means one segment of T tokens.
@@ -267,11 +255,8 @@ def recurrent_float64(
     Returns:
       output [HV, B, T, V] (0 on padding) and final state [B, N, HV, K, V], both float64.
     """
-    tensors, options = _prepare(
-        query, key, value, gate, beta, a_log, delta_time_bias,
-        Options(lower_bound, use_gate_in_kernel, scale, use_qk_l2norm),
-    )  # fmt: skip
-    output, final_state, _ = _run(tensors, _double(initial_state), boundaries, options, None)
+    prepared = _prepare(query, key, value, gate, beta, **arguments)
+    output, final_state, _ = _run(*prepared, cotangents=None)
     return output, final_state
 
 
@@ -284,14 +269,7 @@ def recurrent_float64_vjp(
     *,
     output_cotangent: Any = None,
     state_cotangent: Any = None,
-    a_log: Any = None,
-    delta_time_bias: Any = None,
-    lower_bound: float | None = None,
-    use_gate_in_kernel: bool = False,
-    scale: float | None = None,
-    use_qk_l2norm: bool = False,
-    initial_state: Any = None,
-    boundaries: Any = None,
+    **arguments: Any,
 ) -> tuple[Array, Array, dict[str, Array]]:
     """`recurrent_float64` and its gradients, by the recurrence run backwards in float64.
 
@@ -305,19 +283,31 @@ def recurrent_float64_vjp(
       query, key, value, gate, beta, initial_state, and a_log and delta_time_bias where given.
       Where ln(alpha) saturates at -1e4, or a given log decay is above 0, the gate's gradient is 0.
     """
-    tensors, options = _prepare(
-        query, key, value, gate, beta, a_log, delta_time_bias,
-        Options(lower_bound, use_gate_in_kernel, scale, use_qk_l2norm),
-    )  # fmt: skip
-    cotangents = (_double(output_cotangent), _double(state_cotangent))
-    return _run(tensors, _double(initial_state), boundaries, options, cotangents)
+    prepared = _prepare(query, key, value, gate, beta, **arguments)
+    return _run(*prepared, cotangents=(_double(output_cotangent), _double(state_cotangent)))
 
 
 def _prepare(
-    query: Any, key: Any, value: Any, gate: Any, beta: Any, a_log: Any, bias: Any, options: Options
-) -> tuple[dict[str, Array], Options]:
+    query: Any,
+    key: Any,
+    value: Any,
+    gate: Any,
+    beta: Any,
+    *,
+    a_log: Any = None,
+    delta_time_bias: Any = None,
+    lower_bound: float | None = None,
+    use_gate_in_kernel: bool = False,
+    scale: float | None = None,
+    use_qk_l2norm: bool = False,
+    initial_state: Any = None,
+    boundaries: Any = None,
+) -> tuple[dict[str, Array], Array | None, Any, Options]:
+    """What `_run` takes: tensors by name in float64, initial state, boundaries and options."""
     named = dict(
-        query=query, key=key, value=value, gate=gate, beta=beta, a_log=a_log, delta_time_bias=bias
-    )
+        query=query, key=key, value=value, gate=gate, beta=beta,
+        a_log=a_log, delta_time_bias=delta_time_bias,
+    )  # fmt: skip
     tensors = {name: np.asarray(x).astype(np.float64) for name, x in named.items() if x is not None}
-    return tensors, options
+    options = Options(lower_bound, use_gate_in_kernel, scale, use_qk_l2norm)
+    return tensors, _double(initial_state), boundaries, options

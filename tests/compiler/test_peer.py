@@ -11,7 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def peer():
+def peer(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     spec = importlib.util.spec_from_file_location("peer", ROOT / "benchmarks" / "peer.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -38,14 +39,21 @@ def machine(tmp_path, monkeypatch, peer):
 
 def test_a_new_enough_python_on_the_path_is_found(machine, peer):
     interpreter(machine, "python3", "3 10")
-    wanted = interpreter(machine, "python3.13", "3 13")
+    interpreter(machine, "python3.12", "3 12 7")
+    wanted = interpreter(machine, "python3.13", "3 13 0")
     assert peer.find_python() == wanted
+
+
+def test_the_running_python_goes_first_if_it_is_new_enough(machine, peer):
+    interpreter(machine, "python3.14", "3 14")
+    own = interpreter(machine, "running", "3 12")
+    assert peer.find_python() == own
 
 
 def test_pyenv_is_searched(machine, peer):
     directory = machine / "pyenv" / "versions" / "3.12.1" / "bin"
     directory.mkdir(parents=True)
-    wanted = interpreter(directory, "python", "3 12")
+    wanted = interpreter(directory, "python3.12", "3 12")
     assert peer.find_python() == wanted
 
 

@@ -48,16 +48,16 @@ def build(outdir: Path, *options: str) -> Path:
     return wheel
 
 
+def tracked(*folders: str) -> list[str]:
+    """Return the paths that git tracks, in these folders or anywhere."""
+    command = ["git", "ls-files", "-z", *folders]
+    listing = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return [name for name in listing.split("\0") if name]
+
+
 def data_files() -> dict[str, bytes]:
     """Return the tracked templates and tables by the path that the package has them under."""
-    listing = subprocess.run(
-        ["git", "ls-files", "-z", "templates", "tuning_db"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    return {f"_{name}": (ROOT / name).read_bytes() for name in listing.split("\0") if name}
+    return {f"_{name}": (ROOT / name).read_bytes() for name in tracked("templates", "tuning_db")}
 
 
 class Environment:
@@ -122,6 +122,20 @@ def test_wheel_built_from_the_archive_is_the_same(direct_wheel: Path, archive_wh
         assert {name: indirect.read(name) for name in indirect.namelist()} == {
             name: direct.read(name) for name in direct.namelist()
         }
+
+
+def test_archive_holds_every_tracked_file(archive_wheel: Path) -> None:
+    (archive,) = archive_wheel.parent.glob("*.tar.gz")
+    root = archive.name.removesuffix(".tar.gz")
+    with tarfile.open(archive) as contents:
+        held = {
+            str(Path(member.name).relative_to(root)): contents.extractfile(member).read()
+            for member in contents
+            if member.isfile()
+        }
+    files = [name for name in tracked() if not (ROOT / name).is_symlink()]
+    assert sorted(set(files) - set(held)) == []
+    assert not [name for name in files if (ROOT / name).read_bytes() != held[name]]
 
 
 def test_archive_holds_no_link_that_leads_out_of_it(archive_wheel: Path) -> None:

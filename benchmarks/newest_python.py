@@ -2,7 +2,7 @@
 """Print the path of the newest Python on this machine, of version 3.12 or above.
 
 Looks at the pythonX.Y commands on PATH and at pyenv's versions. Exits with status 1, and says why
-on standard error, where there is none.
+on standard error, where there is none. Standard library only: any Python 3 runs it.
 """
 
 import glob
@@ -39,18 +39,30 @@ def version_of(path):
     return tuple(map(int, result.stdout.split())) if result.returncode == 0 else None
 
 
-def main():
+def versions():
+    """Return the version of every interpreter by its path."""
     paths = [path for path in candidates() if re.search(r"python3(\.\d+)?$", path)]
     found = {path: version_of(path) for path in dict.fromkeys(paths)}
-    usable = [path for path, version in found.items() if version and version >= OLDEST]
-    if not usable:
-        known = sorted({".".join(map(str, version)) for version in found.values() if version})
+    return {path: version for path, version in found.items() if version}
+
+
+def newest(found):
+    """Return the path of the newest of these versions that is new enough, or None."""
+    usable = [path for path, version in found.items() if version >= OLDEST]
+    return max(usable, key=lambda path: found[path], default=None)
+
+
+def main():
+    found = versions()
+    path = newest(found)
+    if path is None:
+        known = sorted({".".join(map(str, version)) for version in found.values()})
         wanted = ".".join(map(str, OLDEST))
         sys.exit(
             f"No Python {wanted} or newer on PATH or among pyenv's versions; "
             f"found: {', '.join(known) or 'none'}."
         )
-    print(max(usable, key=lambda path: found[path]))
+    print(path)
 
 
 if __name__ == "__main__":
