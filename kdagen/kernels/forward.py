@@ -67,8 +67,8 @@ class Results(NamedTuple):
       inverse: (I + N diag(b))^-1 [B / rows, groups, blocks, packs, C, 128], packs as in
         ``kdagen.kernels.geometry``.
       corrected: E, as the output, see ``kdagen.kernels.recurrence``.
-      gate: log2 decay as the factorisation takes it (floored), summed from the start of its sub-block,
-        as the gate, f32.
+      gate: log2 decay as the factorisation takes it (floored), summed from the start of its
+        sub-block, as the gate, f32.
     """
 
     output: jax.Array
