@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import pairwise
@@ -17,6 +18,8 @@ from pathlib import Path
 # Columns that count an operation once, in the bundle that issues it. A matrix or cross-lane
 # operation is counted in later bundles too while it occupies its unit.
 _OCCUPYING = frozenset({"MXU", "MATMUL", "MATPUSH", "XLU"})
+
+Row = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class SlotTable:
 
     units: tuple[str, ...]
     capacities: tuple[int, ...]
-    rows: tuple[tuple[int, ...], ...]
+    rows: tuple[Row, ...]
 
     def column(self, unit: str) -> tuple[int, ...]:
         """Counts of one unit by bundle.
@@ -68,18 +71,14 @@ def stall_cycles(final: SlotTable, before: SlotTable) -> tuple[int, ...]:
     """
     kept = [index for index, unit in enumerate(final.units) if unit not in _OCCUPYING]
 
-    def busy(table: SlotTable) -> list[tuple[int, tuple[int, ...]]]:
+    def busy(table: SlotTable) -> list[tuple[int, Row]]:
         projected = (tuple(row[index] for index in kept) for row in table.rows)
         return [(index, row) for index, row in enumerate(projected) if any(row)]
 
     finals, befores = busy(final), busy(before)
-    matcher = SequenceMatcher(
-        None, [row for _, row in finals], [row for _, row in befores], autojunk=False
-    )
     positions = {
-        finals[block.a + offset][0]: befores[block.b + offset][0]
-        for block in matcher.get_matching_blocks()
-        for offset in range(block.size)
+        finals[index][0]: befores[other][0]
+        for index, other in _aligned([row for _, row in finals], [row for _, row in befores])
     }
     anchors = sorted(positions.items())
     anchors.append((len(final.rows), len(before.rows)))
@@ -88,6 +87,21 @@ def stall_cycles(final: SlotTable, before: SlotTable) -> tuple[int, ...]:
         extra = (next_cycle - cycle) - (next_index - index)
         durations[next_index - 1] += max(0, extra)
     return tuple(durations)
+
+
+def _aligned(ones: list[Row], others: list[Row]) -> Iterator[tuple[int, int]]:
+    """Positions in two lists that hold the same, in order."""
+    shorter = min(len(ones), len(others))
+    # Equal ends need no search, which takes quadratic time where a few rows repeat without end, as
+    # in an unrolled copy.
+    head = next((i for i in range(shorter) if ones[i] != others[i]), shorter)
+    left = shorter - head
+    tail = next((i for i in range(left) if ones[-1 - i] != others[-1 - i]), left)
+    yield from ((i, i) for i in range(head))
+    middles = (rows[head : len(rows) - tail] for rows in (ones, others))
+    for block in SequenceMatcher(None, *middles, autojunk=False).get_matching_blocks():
+        yield from ((head + block.a + i, head + block.b + i) for i in range(block.size))
+    yield from ((len(ones) - i, len(others) - i) for i in range(tail, 0, -1))
 
 
 def occupancy(before: SlotTable, durations: tuple[int, ...]) -> SlotTable:

@@ -52,6 +52,15 @@ def test_an_operation_that_moved_does_not_take_the_place_of_a_later_one():
     assert set(durations[6:]) == {2}
 
 
+def test_long_runs_of_few_different_rows_are_told_apart_quickly():
+    rows = [(0, 1, int(i % 7 == 0)) for i in range(100_000)]
+    final = [*rows[:50_000], (0, 4, 2), *rows[50_000:]]
+    before = [*rows[:50_000], (0, 0, 0), (0, 4, 2), *rows[50_000:]]
+    durations = stall_cycles(table(*final), table(*before))
+    assert sum(durations) == len(before)
+    assert [i for i, cycles in enumerate(durations) if cycles == 2] == [49_999]
+
+
 def test_occupancy_has_the_cycles_of_the_stalls():
     before = table((1, 1, 0), (1, 0, 0), (0, 2, 1))
     assert occupancy(before, (2, 1)).rows == ((2, 1, 0), (0, 2, 1))
