@@ -98,8 +98,8 @@ def _aligned(ones: list[Row], others: list[Row]) -> Iterator[tuple[int, int]]:
     left = shorter - head
     tail = next((i for i in range(left) if ones[-1 - i] != others[-1 - i]), left)
     yield from ((i, i) for i in range(head))
-    middles = (rows[head : len(rows) - tail] for rows in (ones, others))
-    for block in SequenceMatcher(None, *middles, autojunk=False).get_matching_blocks():
+    one, other = (rows[head : len(rows) - tail] for rows in (ones, others))
+    for block in SequenceMatcher(None, one, other, autojunk=False).get_matching_blocks():
         yield from ((head + block.a + i, head + block.b + i) for i in range(block.size))
     yield from ((len(ones) - i, len(others) - i) for i in range(tail, 0, -1))
 
