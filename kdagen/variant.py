@@ -270,8 +270,9 @@ def default_variant(problem: Problem, chip: Chip) -> Variant:
     for in_flight in (2048, 1024, 512, 256, 128):
         for heads in reversed(_divisors(problem.value_heads, in_flight // 64)):
             rows = max(_divisors(problem.batch, max(in_flight // 64 // heads, 1)))
-            chunk = 64 if rows * heads >= _FEW_STREAMS else 128
-            chunks = min(in_flight // (chunk * rows * heads), -(-problem.tokens // chunk))
+            streams = rows * heads
+            chunk = 128 if streams < _FEW_STREAMS and 128 * streams <= in_flight else 64
+            chunks = min(in_flight // (chunk * streams), -(-problem.tokens // chunk))
             for limit in _vmem_limits(chip):
                 variant = Variant(
                     chunk=chunk,

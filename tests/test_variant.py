@@ -174,6 +174,7 @@ def test_the_default_is_legal_for_every_number_of_heads(chip):
     [
         {"dtype": "float32", "key_dim": 256, "value_dim": 256},
         {"dtype": "float32", "batch": 3},
+        {"dtype": "float32", "heads": 2, "value_heads": 4, "batch": 2, "tokens": 33},
         {"precision": "highest"},
         {"key_dim": 60, "value_dim": 129, "layout": "BTHD"},
         {"heads": 2, "batch": 2},
