@@ -31,6 +31,7 @@ from kdagen.variant import MIB, Variant
 TEMPLATE = "kda_forward.py.j2"
 SPECIALISED = (
     "dtype", "gate", "gate_dtype", "qk_l2norm", "initial_state", "final_state", "layout",
+    "key_dim",
 )  # fmt: skip
 """Facts of a problem that its generated code depends on; the others are the call's shapes."""
 
@@ -110,7 +111,7 @@ def generate(problem: Problem, variant: Variant, chip: Chip) -> Generated:
                 raw_gate=raw_gate,
                 per_pack=LANES // variant.chunk,
                 floor=TOKEN_FLOOR if variant.decay == "unbounded" else LOG_DECAY_FLOOR,
-                exact=problem.dtype == "float32",
+                exact=problem.exact,
                 wide_inverse=variant.inverse_dtype == "float32",
                 vmem_limit_bytes=variant.vmem_limit_mib * MIB or None,
                 kernel_name=f"kda_forward_{short}",

@@ -184,7 +184,7 @@ def space(problem: Problem, chip: Chip) -> dict[str, tuple[Any, ...]]:
     The product holds illegal points; ``check`` tells. Heads and rows are divisors of the problem's,
     and the chunks of a program no more than its sequence has.
     """
-    decay, exact = _natural_decay(problem), _exact(problem)
+    decay, exact = _natural_decay(problem), problem.exact
     kept = (False, True) if problem.residuals == "save" else (False,)
     return {
         "chunk": (32, 64, 128),
@@ -209,21 +209,16 @@ def space(problem: Problem, chip: Chip) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def _exact(problem: Problem) -> bool:
-    """Whether every product is one of float32 operands."""
-    return problem.dtype == "float32"
-
-
 def _wide_inverse(problem: Problem) -> bool:
     """Whether the inverse must be formed and applied above bfloat16."""
-    return _exact(problem) or problem.precision == "highest"
+    return problem.exact or problem.precision == "highest"
 
 
 def _natural_decay(problem: Problem) -> str:
     """The fastest factorisation that is right for the gate and the dtype."""
     if problem.gate == "bounded":
         return "bounded"
-    return "tree" if _exact(problem) else "unbounded"
+    return "tree" if problem.exact else "unbounded"
 
 
 def _vmem_limits(chip: Chip) -> tuple[int, ...]:
@@ -265,7 +260,7 @@ def default_variant(problem: Problem, chip: Chip) -> Variant:
     Raises:
       VariantError: no variant serves the problem on this chip; the message is that of ``check``.
     """
-    decay, exact = _natural_decay(problem), _exact(problem)
+    decay, exact = _natural_decay(problem), problem.exact
     violation = None
     for in_flight in (2048, 1024, 512, 256, 128):
         for heads in reversed(_divisors(problem.value_heads, in_flight // 64)):
@@ -388,14 +383,16 @@ def _precision(variant: Variant, problem: Problem, chip: Chip) -> str | None:
     """Float32 keeps its accuracy, and ill-conditioned keys theirs where that is asked for."""
     if not _wide_inverse(problem):
         return None
-    asked = "dtype='float32'" if _exact(problem) else "precision='highest'"
+    asked = "precision='highest'"
+    if problem.exact:
+        asked = f"dtype={problem.dtype!r} with key_dim={problem.key_dim}"
     if variant.inverse_dtype != "float32":
         return f"inverse_dtype={variant.inverse_dtype!r}: {asked} needs 'float32'"
     # a sum of powers over 8 rows loses up to 50 times the accuracy where keys are nearly parallel
     if variant.inverse_block > 4:
         return f"inverse_block={variant.inverse_block}: {asked} takes 2, 4"
     # within 32 rows a factor may be 2^-115, and the low parts of its product are flushed to zero
-    if _exact(problem) and variant.sub_block not in (1, 16):
+    if problem.exact and variant.sub_block not in (1, 16):
         return (
             f"decay={variant.decay!r}, sub_block={variant.sub_block}: {asked} takes 'tree', or "
             "'bounded' with sub_block=16"
@@ -422,7 +419,7 @@ def _code_size(variant: Variant, problem: Problem, chip: Chip) -> str | None:
     """A loop of known size; a program of a single pack is as small as any."""
     of = _BUNDLES_PER_UNIT[chip.name]
     unit = of[variant.decay] * sum(_whole_registers(problem)) / (2 * LANES)
-    if _exact(problem):
+    if problem.exact:
         unit *= _EXACT_BUNDLES
     elif variant.inverse_dtype == "float32":
         unit += of["inverse"]
@@ -468,15 +465,15 @@ def vmem_bytes(variant: Variant, problem: Problem, chip: Chip) -> int:
     streams, chunk, packs = variant.streams, variant.chunk, variant.packs
     items = streams * variant.chunks
     key_dim, value_dim = _whole_registers(problem)
-    operand = size[problem.dtype]
+    operand, element = size["float32" if problem.exact else "bfloat16"], size[problem.dtype]
     state = streams * key_dim * value_dim * 4
     pack = (key_dim + 2 * chunk) * LANES * size[variant.inverse_dtype]
     pack += chunk * LANES * 4 + 8 * key_dim * 4
     handover = 2 * (items * 2 * chunk * key_dim * operand + packs * pack)
     key_heads = max(variant.heads // (problem.value_heads // problem.heads), 1)
-    blocks = variant.rows * key_heads * variant.chunks * chunk * 2 * key_dim * operand
-    row = 2 * value_dim * operand + key_dim * size[problem.gate_dtype]
-    row += variant.keep_corrected * value_dim * operand + variant.keep_gate * key_dim * 4
+    blocks = variant.rows * key_heads * variant.chunks * chunk * 2 * key_dim * element
+    row = 2 * value_dim * element + key_dim * size[problem.gate_dtype]
+    row += variant.keep_corrected * value_dim * element + variant.keep_gate * key_dim * 4
     blocks += items * chunk * row + max(packs, 8) * LANES * 4
     if variant.states != "none":
         blocks += items * key_dim * value_dim * size[variant.states]

@@ -125,6 +125,7 @@ BROKEN = [
     ("decay", {}, {"gate": "log_decay", "lower_bound": None}, "decay='bounded': a log_decay gate"),
     ("precision", {}, {"precision": "highest"}, "inverse_dtype='bfloat16': precision='highest'"),
     ("precision", {}, {"dtype": "float32"}, "inverse_dtype='bfloat16': dtype='float32'"),
+    ("precision", {}, {"key_dim": 8}, "inverse_dtype='bfloat16': dtype='bfloat16' with key_dim=8"),
     ("precision", WIDE | {"inverse_block": 4}, {"dtype": "float32"}, "=32: .* takes 'tree'"),
     ("precision", WIDE | {"sub_block": 16}, {"dtype": "float32"}, "inverse_block=8: .* takes 2, 4"),
     ("residuals", {}, {"residuals": "save"}, "states='none': residuals='save' keeps"),

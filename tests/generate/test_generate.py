@@ -106,7 +106,7 @@ def sample(count: int) -> list[tuple[Problem, Variant, str]]:
             heads=heads,
             batch=rng.choice([1, 2, 6]),
             value_heads=heads * rng.choice([1, 1, 3]),
-            key_dim=rng.choice([48, 128, 256]),
+            key_dim=rng.choice([1, 48, 128, 256]),
             value_dim=rng.choice([100, 128, 129]),
             dtype=rng.choice(["bfloat16", "float32"]),
             layout=rng.choice(["HBTD", "BTHD"]),
@@ -120,7 +120,7 @@ def sample(count: int) -> list[tuple[Problem, Variant, str]]:
             final_state=rng.random() < 0.5,
         )
         values = space(problem, chip) | {"order": ("rir", "irr", "mix")}
-        if rng.random() < 0.2 and problem.dtype == "bfloat16":
+        if rng.random() < 0.2 and not problem.exact:
             values |= {"decay": ("unbounded",), "sub_block": (8,)}
         variant = Variant(**{name: rng.choice(given) for name, given in values.items()})
         if check(variant, problem, chip) is None:
@@ -164,6 +164,7 @@ PARAMETERS = {
 FACTS = {
     "dtype": "float32", "gate": "softplus", "gate_dtype": "float32", "qk_l2norm": True,
     "initial_state": True, "final_state": True, "layout": "BTHD",
+    "key_dim": 16,
 }  # fmt: skip
 OTHER_FACTS = {"tokens": 200, "batch": 2, "beta_dtype": "float32", "lower_bound": -1.0}
 
