@@ -97,6 +97,11 @@ def kimi_delta_attention(
     that is not asked for is not computed. The kernels of this version compute the forward pass
     only: the gradient of a "pallas" call is that of "xla_chunked", recomputed from the inputs.
 
+    A bfloat16 kernel forms and applies its triangular inverse in bfloat16, which is not enough for
+    nearly parallel or repeated keys with beta near 1 and little decay (errors of 3e-2 and more). A
+    call made under `jax.default_matmul_precision("highest")` (or "float32") has that inverse above
+    bfloat16; float32 calls always have.
+
     Raises:
       ValueError: a wrong shape, dtype, value or combination of arguments.
       TypeError: an argument of a wrong type.

@@ -74,9 +74,20 @@ def problem_of(call: Call) -> Problem:
         initial_state=operands["initial_state"] is not None,
         final_state=options.output_final_state,
         layout=options.layout,
+        precision=_precision(query.dtype.name),
         # Which kernel serves depends on there being a packing and not on its lengths.
         segments=None if call.boundaries is None else 1,
     )
+
+
+# What jax.default_matmul_precision may be set to that asks for products above bfloat16.
+_ABOVE_BFLOAT16 = ("highest", "float32")
+
+
+def _precision(dtype: str) -> str:
+    """`Problem.precision` of a call made now; float32 has the highest anyway and needs no key."""
+    asked = jax.config.values["jax_default_matmul_precision"]
+    return "highest" if dtype == "bfloat16" and asked in _ABOVE_BFLOAT16 else "default"
 
 
 def _given(operands: dict[str, Any], name: str) -> jax.Array:

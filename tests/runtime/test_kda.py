@@ -232,9 +232,9 @@ def test_a_sequence_passes_over_pallas_off_tpu_and_says_so_once(case, noted):
 
 
 def test_pallas_alone_is_an_error_where_no_kernel_serves():
-    case = make_case(tokens=9, width_k=8, width_v=8, dtype="float32")
-    with pytest.raises(NoKernelError, match="float32"):
-        run(case, case.operands, implementation="pallas")
+    case = make_case(boundaries=[[0, 4, 9]], tokens=9, width_k=8, width_v=8)
+    with pytest.raises(NoKernelError, match="segments"):
+        run(case, case.operands, implementation="pallas", cu_seqlens=case.boundaries)
 
 
 def test_forward_mode_is_refused(case):

@@ -15,20 +15,56 @@ import pytest
 from kdagen.chips import get_chip
 from kdagen.generate import code_hash, variant_id
 from kdagen.problem import Problem
+from kdagen.runtime import pallas
+from kdagen.runtime.arguments import check_call
 from kdagen.runtime.kda import kimi_delta_attention
-from kdagen.runtime.target import KdagenWarning, forget_warnings
+from kdagen.runtime.target import KdagenWarning, find_target, forget_warnings
 from kdagen.store.tuned import Environment, Store
 from kdagen.variant import check, default_variant
 from tests.reference.cases import assert_close, make_case
-from tests.runtime.run import results
+from tests.runtime.run import PER_TOKEN, results
 from tests.store.rows import result
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "aot_step.py"
 
 
+OPTIONAL = (
+    "a_log", "delta_time_bias", "lower_bound", "scale", "initial_state", "segment_ids",
+    "cu_seqlens", "max_num_segments", "context_parallel", "residuals", "implementation",
+)  # fmt: skip
+STATIC = dict(use_gate_in_kernel=False, use_qk_l2norm=True, output_final_state=False, layout="HBTD")
+
+
 def test_interpreted_with_the_gradient_of_the_chunk_form():
     case = make_case(raw=True, dtype="bfloat16", tokens=70, width_k=128, width_v=128)
     assert_close(results(case, implementation="pallas"), case)
+
+
+@pytest.mark.parametrize("precision", ["highest", "float32"])
+def test_the_matmul_precision_of_the_call_is_that_of_the_inverse(precision):
+    operands = {name: jnp.zeros((1, 1, 8, 128), jnp.bfloat16) for name in PER_TOKEN}
+    operands["beta"] = operands["beta"][..., 0]
+
+    def found(dtype=jnp.bfloat16):
+        given = {name: x.astype(dtype) for name, x in operands.items()}
+        call = check_call(**given, **dict.fromkeys(OPTIONAL), **STATIC)
+        return pallas.kernel_for(call, find_target())
+
+    assert found().problem.precision == "default"
+    with jax.default_matmul_precision(precision):
+        assert found().problem.precision == "highest"
+        assert found().variant.inverse_dtype == "float32"
+        assert found(jnp.float32).problem.precision == "default"
+    with jax.default_matmul_precision("high"):
+        assert found().problem.precision == "default"
+
+
+def test_parallel_keys_hold_their_accuracy_at_the_highest_precision():
+    sizes = dict(heads=1, tokens=128, width_k=128, width_v=128)
+    case = make_case(key="parallel", beta=0.98, gate="-0.001", dtype="bfloat16", **sizes)
+    with jax.default_matmul_precision("highest"):
+        found = results(case, implementation="pallas", gradients=False)
+    assert_close(found, case, ill_conditioned=True)
 
 
 def run_program(*arguments):
