@@ -22,7 +22,7 @@ import itertools
 from dataclasses import dataclass
 
 from kdagen.errors import KdagenError
-from kdagen.kernels.tiling import LANES, Job
+from kdagen.kernels.tiling import LANES, Job, side_by_side
 
 RECURRENCE, INVERSE, RELATIONS = "recurrence", "inverse", "relations"
 PIPELINE_STAGES = 3
@@ -112,8 +112,8 @@ class Plan:
 
     Attributes:
       slots: per slot, stages in their order and the items of each whose next segment is written.
-        Items of the recurrence are chunk-heads ``chunk_index * heads + head``; of the other two,
-        packs of chunk-heads.
+        Items of the recurrence are groups of ``side_by_side`` chunk-heads, these being numbered
+        ``chunk_index * heads + head``; of the other two, packs of chunk-heads.
       tiles: the products of the relations, see ``relation_tiles``.
     """
 
@@ -156,16 +156,18 @@ def plan(
     # in one slot the relations may come before the recurrence: then they wait a slot longer
     recurrence_last = int(order == INTERLEAVED)
     starts: dict[tuple[str, int], int] = {}
-    for item in range(items):
-        # chunk-heads of a pack start together, so that their products stand side by side; the
-        # next chunk of a head starts when its state has been written
-        after = starts[RECURRENCE, item - heads] + RECURRENCE_PRODUCTS if item >= heads else 0
-        starts[RECURRENCE, item] = max(item // lanes_per_item * spans[RECURRENCE] // packs, after)
+    together = side_by_side(heads, chunk)
+    groups, per_pack = heads // together, lanes_per_item // together
+    for item in range(items // together):
+        # groups of a pack start together, so that their products stand side by side; the next
+        # chunk of a head starts when its state has been written
+        after = starts[RECURRENCE, item - groups] + RECURRENCE_PRODUCTS if item >= groups else 0
+        starts[RECURRENCE, item] = max(item // per_pack * spans[RECURRENCE] // packs, after)
     for pack in range(packs):
         starts[INVERSE, pack] = pack * inverse_span // packs
         read = max(
             starts[RECURRENCE, item] + _LAST_HANDOVER_READ
-            for item in range(pack * lanes_per_item, (pack + 1) * lanes_per_item)
+            for item in range(pack * per_pack, (pack + 1) * per_pack)
         )
         spread = pack * spans[RELATIONS] // packs + lag
         starts[RELATIONS, pack] = max(spread, read - _FIRST_HANDOVER_WRITE + recurrence_last)
@@ -208,6 +210,8 @@ def prove(plan: Plan, *, heads: int, chunk: int) -> None:
       EmissionError: relations overwrite a slot that a recurrence has yet to read, or a chunk reads
         the state of a head before its previous chunk has written it.
     """
+    together = side_by_side(heads, chunk)
+    groups = heads // together
     position: dict[tuple[str, int], list[int]] = {}
     order = [(stage, item) for slot in plan.slots for stage, items in slot for item in items]
     for where, entry in enumerate(order):
@@ -215,13 +219,13 @@ def prove(plan: Plan, *, heads: int, chunk: int) -> None:
     for (stage, item), places in position.items():
         if stage != RECURRENCE:
             continue
-        pack = item // (LANES // chunk)
+        pack = item * together * chunk // LANES
         if places[_LAST_HANDOVER_READ] > position[RELATIONS, pack][_FIRST_HANDOVER_WRITE]:
             raise EmissionError(
-                f"the relations of pack {pack} overwrite what the recurrence of chunk-head {item} "
-                "has yet to read"
+                f"the relations of pack {pack} overwrite what the recurrence of group {item} has "
+                "yet to read"
             )
-        if item >= heads and position[RECURRENCE, item - heads][-1] > places[0]:
+        if item >= groups and position[RECURRENCE, item - groups][-1] > places[0]:
             raise EmissionError(
-                f"chunk-head {item} reads its state before chunk-head {item - heads} has written it"
+                f"group {item} reads its states before group {item - groups} has written them"
             )

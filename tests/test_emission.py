@@ -22,7 +22,7 @@ from kdagen.emission import (
     relation_tiles,
 )
 from kdagen.kernels import lockstep
-from kdagen.kernels.tiling import LANES
+from kdagen.kernels.tiling import LANES, side_by_side
 
 FACTORISATIONS = (("bounded", 16), ("bounded", 32), ("unbounded", 8))
 CHUNKS = (32, 64, 128)
@@ -62,24 +62,26 @@ def entries(made: Plan) -> list[tuple[str, int]]:
 def is_safe(order: list[tuple[str, int]], heads: int, chunk: int) -> bool:
     """Runs the segments with the scratch they touch: does every read see what it should?
 
-    A recurrence reads its hand-over in its first three segments, and the state in its first; its
-    fourth writes the state. From their third segment on, relations overwrite the hand-over of
+    A recurrence reads its hand-over in its first three segments, and its states in the first; its
+    fourth writes them. From their third segment on, relations overwrite the hand-over of
     their pack.
     """
     done: collections.Counter = collections.Counter()
     overwritten, advanced = set(), collections.Counter()
+    together = side_by_side(heads, chunk)
+    groups = heads // together
     for stage, item in order:
         segment = done[stage, item]
         done[stage, item] += 1
         if stage == RELATIONS and segment >= 2:
             overwritten.add(item)
         if stage == RECURRENCE:
-            if segment <= 2 and item * chunk // LANES in overwritten:
+            if segment <= 2 and item * together * chunk // LANES in overwritten:
                 return False
-            if segment == 0 and advanced[item % heads] != item // heads:
+            if segment == 0 and advanced[item % groups] != item // groups:
                 return False
             if segment == 3:
-                advanced[item % heads] += 1
+                advanced[item % groups] += 1
     return True
 
 
@@ -119,11 +121,26 @@ def test_every_plan_is_safe_and_complete():
         assert is_safe(order, heads, chunk), arguments
         items = heads * arguments["chunks"]
         packs = items * chunk // LANES
-        expected = {(RECURRENCE, item): 4 for item in range(items)}
+        groups = items // side_by_side(heads, chunk)
+        expected = {(RECURRENCE, group): 4 for group in range(groups)}
         expected |= {(RELATIONS, pack): 4 for pack in range(packs)}
         products = inverse_products(chunk, arguments["inverse_block"])
         expected |= {(INVERSE, pack): products + 1 for pack in range(packs)}
         assert collections.Counter(order) == expected, arguments
+
+
+@pytest.mark.parametrize(
+    ("streams", "chunk", "together"), [(1, 64, 1), (3, 64, 1), (8, 64, 2), (6, 32, 2), (5, 128, 1)]
+)
+def test_streams_of_a_pack_advance_together(streams, chunk, together):
+    """Unless the pack also holds another chunk of theirs, which waits for them."""
+    assert side_by_side(streams, chunk) == together
+    made = plan(
+        chunk=chunk, heads=streams, chunks=4, decay="bounded", sub_block=32, inverse_block=8,
+        recurrence_span=4, inverse_span=2, relation_span=5, lag=0, order="rir",
+    )  # fmt: skip
+    groups = {item for stage, item in entries(made) if stage == RECURRENCE}
+    assert groups == set(range(4 * streams // together))
 
 
 def test_orders_say_who_goes_first():
@@ -167,8 +184,8 @@ def test_each_hazard_is_named():
     relations_first = sorted(entries(made), key=lambda entry: entry[0] != RELATIONS)
     backwards = sorted(entries(made), key=lambda entry: (entry[0] != RECURRENCE, -entry[1]))
     for order, message in (
-        (relations_first, r"pack 0 overwrite .* chunk-head 0"),
-        (backwards, r"chunk-head 3 .* before chunk-head 1"),
+        (relations_first, r"pack 0 overwrite .* group 0"),
+        (backwards, r"group 1 .* before group 0"),
     ):
         slots = tuple(((stage, (item,)),) for stage, item in order)
         with pytest.raises(EmissionError, match=message):

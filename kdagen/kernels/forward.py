@@ -204,35 +204,45 @@ class Step:
         if self._refs.kept_inverse is not None:
             self._refs.kept_inverse[pack] = made.astype(self._refs.kept_inverse.dtype)
 
-    def recurrence(self, item: int) -> Generator[None, None, None]:
-        """Output and state of one item of the leaving block."""
+    def recurrence(self, group: int) -> Generator[None, None, None]:
+        """Outputs and states of one group of items of the leaving block, see ``Geometry``."""
         refs, slot, geometry = self._refs, self._slot, self._geometry
-        n, row, head = geometry.place(item)
-        stream = item % geometry.streams
-        pack, x = divmod(item, geometry.per_pack)
-        lanes = slice(x * geometry.chunk, (x + 1) * geometry.chunk)
+        items = range(group * geometry.together, (group + 1) * geometry.together)
+        pack, first = divmod(items[0], geometry.per_pack)
+        lanes = slice(first * geometry.chunk, (first + len(items)) * geometry.chunk)
         width = self._cut.extent.value_dim
-        where = self._cut.index(item, width)
         if refs.kept_states is not None:
-            kept = refs.state[stream].astype(refs.kept_states.dtype)
-            refs.kept_states[row, head, n] = kept
+            for item in items:
+                n, row, head = geometry.place(item)
+                kept = refs.state[item % geometry.streams].astype(refs.kept_states.dtype)
+                refs.kept_states[row, head, n] = kept
 
-        def emit(ref: Any, x: jax.Array) -> None:
+        def emit(ref: Any, i: int, x: jax.Array) -> None:
             if ref is not None:
-                ref[where] = x[:, :width].astype(ref.dtype)
+                ref[self._cut.index(items[i], width)] = x[:, :width].astype(ref.dtype)
+
+        def value(item: int) -> jax.Array:
+            return self._load(refs.value, self._cut.index(item, width), self._leaving, item)
+
+        def decay(item: int) -> jax.Array:
+            x = item % geometry.per_pack
+            return jnp.transpose(jnp.exp2(refs.totals[slot, pack]))[:, x : x + 1]
+
+        def each(read: Callable[[int], jax.Array]) -> list[Callable[[], jax.Array]]:
+            return [functools.partial(read, item) for item in items]
 
         handover = recurrence.Handover(
-            decayed=lambda: refs.decayed[slot, item],
-            value=lambda: self._load(refs.value, where, self._leaving, item),
+            decayed=each(lambda item: refs.decayed[slot, item]),
+            value=each(value),
             inverse=lambda: refs.inverses[slot, pack, :, lanes],
             relations=lambda: refs.query_relations[slot, pack, :, lanes],
             keys_to_end=lambda: refs.keys_to_end[slot, pack, :, lanes],
-            decay=lambda: jnp.transpose(jnp.exp2(refs.totals[slot, pack]))[:, x : x + 1],
+            decay=each(decay),
         )
         yield from recurrence.advance(
             handover,
             refs.state,
-            stream,
+            [item % geometry.streams for item in items],
             functools.partial(emit, refs.output),
             keep=functools.partial(emit, refs.kept_corrected),
             dtype=geometry.operand,

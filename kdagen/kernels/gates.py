@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from kdagen.kernels.lanes import BF16, F32, LOG2_E, dot, index, rows, same_block, stack
+from kdagen.kernels.lanes import BF16, F32, LOG2_E, beside, dot, index, rows, same_block, stack
 
 NORM_EPSILON = 1e-6
 
@@ -44,7 +44,8 @@ def inverse_norms(xs: Sequence[jax.Array], *, dtype: DTypeLike = BF16) -> list[j
     if dtype == F32:
         return [jnp.broadcast_to(_inverse_norm(x), x.shape) for x in xs]
     tokens, key_dim = xs[0].shape
-    sums = dot(stack([x * x for x in xs]), jnp.ones((key_dim, key_dim), BF16))
+    narrow = [x.astype(BF16) for x in xs]
+    sums = dot(stack([x * x for x in narrow]), jnp.ones((key_dim, key_dim), BF16))
     roots = lax.rsqrt(sums + NORM_EPSILON)
     return [rows(roots, i * tokens, tokens) for i in range(len(xs))]
 
@@ -115,22 +116,26 @@ def bounded(raw: jax.Array, rate: jax.Array, bias: jax.Array, lower_bound: float
 
 
 def cumulative(
-    decay: jax.Array, block: int, *, exact: bool = False, dtype: DTypeLike = BF16
-) -> jax.Array:
-    """Sums of ``decay`` [C, K] from the start of each block of rows to each row, f32.
+    decays: Sequence[jax.Array], block: int, *, exact: bool = False, dtype: DTypeLike = BF16
+) -> list[jax.Array]:
+    """Sums of each of ``decays`` [C, K] from the start of each block of rows to each row, f32.
 
-    One product with a block-diagonal triangle of ones, in ``dtype``. For a product in bf16 an f32
+    One product with a block-diagonal triangle of ones, in ``dtype``; the decays stand side by side,
+    since two weights of 128 columns are loaded in the time of one. For a product in bf16 an f32
     operand is split in two bf16 parts, which sit one below the other in the contraction; ``exact``
     says that it is bf16-valued already.
     """
-    tokens = decay.shape[0]
+    tokens, key_dim = decays[0].shape
     row, column = index((tokens, tokens), 0), index((tokens, tokens), 1)
     ones = ((row >= column) & same_block(row, column, block)).astype(F32)
+    decay = beside(decays)
     if dtype == F32:
-        return dot(ones, decay, dtype=F32)
-    ones = ones.astype(BF16)
-    high = decay.astype(BF16)
-    if exact:
-        return dot(ones, high)
-    low = (decay - high.astype(F32)).astype(BF16)
-    return dot(jnp.concatenate([ones, ones], axis=1), stack([high, low]))
+        sums = dot(ones, decay, dtype=F32)
+    else:
+        ones, high = ones.astype(BF16), decay.astype(BF16)
+        if exact:
+            sums = dot(ones, high)
+        else:
+            low = (decay - high.astype(F32)).astype(BF16)
+            sums = dot(beside([ones, ones]), stack([high, low]))
+    return [sums[:, i * key_dim : (i + 1) * key_dim] for i in range(len(decays))]

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kdagen.kernels.lanes import BF16, F32, quotient
-from kdagen.kernels.tiling import LANES
+from kdagen.kernels.tiling import LANES, side_by_side
 
 Where = Callable[[Any], Any]
 """From the number of a grid step to the block of tokens that it takes."""
@@ -70,6 +70,11 @@ class Geometry:
     def per_pack(self) -> int:
         """Items side by side along the lanes."""
         return LANES // self.chunk
+
+    @property
+    def together(self) -> int:
+        """Items of a group: of one chunk and of one pack, they advance together."""
+        return side_by_side(self.streams, self.chunk)
 
     @property
     def items(self) -> int:

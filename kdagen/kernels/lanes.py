@@ -83,6 +83,20 @@ def stack(pieces: Sequence[jax.Array]) -> jax.Array:
     return pieces[0] if len(pieces) == 1 else jnp.concatenate(list(pieces), axis=0)
 
 
+def beside(pieces: Sequence[jax.Array]) -> jax.Array:
+    """The pieces side by side along the lanes."""
+    return pieces[0] if len(pieces) == 1 else jnp.concatenate(list(pieces), axis=1)
+
+
+def diagonal(pieces: Sequence[jax.Array]) -> jax.Array:
+    """The block-diagonal array of pieces of one shape."""
+    zero = jnp.zeros_like(pieces[0])
+    places = range(len(pieces))
+    return stack(
+        [beside([piece if i == j else zero for j in places]) for i, piece in enumerate(pieces)]
+    )
+
+
 def rows(x: jax.Array, start: int, count: int) -> jax.Array:
     """Rows start to start + count of a 2-d value."""
     return x[start : start + count]

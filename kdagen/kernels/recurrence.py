@@ -1,4 +1,4 @@
-"""From relations and inverse to output and state, one chunk of one head.
+"""From relations and inverse to output and state, one chunk of heads side by side.
 
 With E the corrected values and b the write strengths of the chunk,
 
@@ -11,51 +11,57 @@ b has been folded into the columns of Q, N and the transposed keys, so it never 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import jax
 from jax.typing import DTypeLike
 
-from kdagen.kernels.lanes import BF16, F32, FULL, SPLIT, dot, stack
+from kdagen.kernels.lanes import BF16, F32, FULL, SPLIT, diagonal, dot, stack
 
 
 @dataclass
 class Handover:
-    """What the earlier stages left in scratch for one chunk-head; each call reads it once.
+    """What the earlier stages left in scratch for one chunk of each of n streams that stand side by
+    side along the lanes; each call reads it once.
 
     Operands of a product are in its dtype, or wider; see ``advance``.
 
     Attributes:
-      decayed: [2C, K], (q 2^G) above (k 2^G).
-      value: [C, V] f32.
-      inverse: [C, C], (I + N diag(b))^-1.
-      relations: [C, C], Q diag(b).
-      keys_to_end: [K, C], (k 2^(total - G))^T diag(b).
-      decay: [K, 1] f32, 2^total.
+      decayed: n of [2C, K], (q 2^G) above (k 2^G).
+      value: n of [C, V] f32.
+      inverse: [C, nC], (I + N diag(b))^-1.
+      relations: [C, nC], Q diag(b).
+      keys_to_end: [K, nC], (k 2^(total - G))^T diag(b).
+      decay: n of [K, 1] f32, 2^total.
     """
 
-    decayed: Callable[[], jax.Array]
-    value: Callable[[], jax.Array]
+    decayed: Sequence[Callable[[], jax.Array]]
+    value: Sequence[Callable[[], jax.Array]]
     inverse: Callable[[], jax.Array]
     relations: Callable[[], jax.Array]
     keys_to_end: Callable[[], jax.Array]
-    decay: Callable[[], jax.Array]
+    decay: Sequence[Callable[[], jax.Array]]
 
 
 def advance(
     handover: Handover,
     state,
-    head: int,
-    emit: Callable[[jax.Array], None],
+    streams: Sequence[int],
+    emit: Callable[[int, jax.Array], None],
     *,
-    keep: Callable[[jax.Array], None] | None = None,
+    keep: Callable[[int, jax.Array], None] | None = None,
     dtype: DTypeLike = BF16,
     inverse_dtype: DTypeLike = BF16,
 ) -> Generator[None, None, None]:
-    """Takes one chunk: emits its output [C, V] f32 and replaces ``state[head]`` [K, V] f32.
+    """Takes one chunk of n streams: emits the output [C, V] f32 of the i-th, ``emit(i, output)``,
+    and replaces ``state[streams[i]]`` [K, V] f32.
 
     ``keep``, if given, takes the corrected values E [C, V] as they go into the last product.
+
+    What is multiplied with something of a stream's own tokens stands block-diagonal, so that the
+    lanes of a pack need not be taken apart; two blocks of 64 rows cost the MXU no more together
+    than one by one.
 
     Operands of the first product are rounded to ``dtype``, those of the other two to
     ``inverse_dtype``. Where keys are nearly parallel, corrected values that are large and alternate
@@ -64,17 +70,30 @@ def advance(
     passes give no digit more than three. Yields after each of the three products.
     """
     passes = FULL if dtype == F32 else SPLIT
-    seen = dot(handover.decayed(), state[head], dtype=dtype)
+    made = [
+        dot(read(), state[stream], dtype=dtype)
+        for read, stream in zip(handover.decayed, streams, strict=True)
+    ]
     yield
-    chunk = seen.shape[0] // 2
-    residual = handover.value() - seen[chunk:]
-    corrected = dot(handover.inverse(), residual, dtype=inverse_dtype, passes=passes)
+    chunk, width = made[0].shape[0] // 2, made[0].shape[1]
+    residuals = [read() - seen[chunk:] for read, seen in zip(handover.value, made, strict=True)]
+    if inverse_dtype == BF16:
+        residuals = [residual.astype(BF16) for residual in residuals]
+    corrected = dot(handover.inverse(), diagonal(residuals), dtype=inverse_dtype, passes=passes)
+
+    def of(x: jax.Array, i: int) -> jax.Array:
+        return x[:, i * width : (i + 1) * width]
+
     if keep is not None:
-        keep(corrected)
+        for i in range(len(streams)):
+            keep(i, of(corrected, i))
     yield
-    decay = handover.decay()
+    decays = [read() for read in handover.decay]
     ahead = stack([handover.relations(), handover.keys_to_end()])
-    update = dot(ahead, corrected, dtype=inverse_dtype, passes=passes)
+    corrected = corrected.astype(inverse_dtype)
+    blocks = diagonal([of(corrected, i) for i in range(len(streams))])
+    update = dot(ahead, blocks, dtype=inverse_dtype, passes=passes)
     yield
-    emit(seen[:chunk] + update[:chunk])
-    state[head] = state[head] * decay + update[chunk:]
+    for i, stream in enumerate(streams):
+        emit(i, made[i][:chunk] + of(update, i)[:chunk])
+        state[stream] = state[stream] * decays[i] + of(update, i)[chunk:]

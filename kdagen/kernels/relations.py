@@ -138,10 +138,13 @@ class Bounded(Split):
         grow = jnp.exp2(offset)
         self.query_rows, self.key_rows = query * grow, key * grow
         self.column = key * jnp.exp2(-offset)
-        # not derived from ``column``: where gates are fast, 2^(middle - G) and 2^(total - middle)
-        # leave the range of f32 although their product is close to 1
-        to_end = [total - c for total, c in zip(self.total, cut, strict=True)]
-        self.key_end = key * jnp.exp2(stack(to_end))
+        # two factors of at most 2^115 either way; their product by itself might be flushed to zero
+        # where what it scales is large
+        ends = [
+            self.block(self.column, i) * jnp.exp2(self.total[i] - middle[i])
+            for i in range(self.blocks)
+        ]
+        self.key_end = stack(ends)
 
     def left_side(self, job: Job) -> list[jax.Array]:
         """Rows of the queries, then of the keys."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 LANES = 128
@@ -12,6 +13,14 @@ SUBLANES = 8
 
 BASE_BLOCK = 16
 """Rows of the diagonal blocks whose inverses are laid out side by side along the lanes."""
+
+
+def side_by_side(streams: int, chunk: int) -> int:
+    """Streams whose chunks lie in one pack of chunks of ``chunk`` rows, and advance together.
+
+    Chunks of one stream may share a pack too; those depend on one another.
+    """
+    return math.gcd(streams, LANES // chunk)
 
 
 @dataclass(frozen=True)

@@ -95,11 +95,16 @@ def test_inverse_norms(dtype, bound):
 @pytest.mark.parametrize("block", [8, 16, 32])
 def test_cumulative_sums(block):
     rng = np.random.default_rng(0)
-    decay = -5 * rng.random((64, 256)).astype("float32")
-    expected = np.cumsum(decay.astype(float).reshape(-1, block, 256), axis=1).reshape(64, 256)
-    assert error(run(gates.cumulative, decay, block=block, dtype=F32), expected) < 1e-7
+    decay = -5 * rng.random((2, 64, 256)).astype("float32")
+
+    def expected(x: np.ndarray) -> np.ndarray:
+        return np.cumsum(x.astype(float).reshape(2, -1, block, 256), axis=2).reshape(x.shape)
+
+    def sums(x: np.ndarray, **kind) -> np.ndarray:
+        return np.stack(run(gates.cumulative, list(x), block=block, **kind))
+
+    assert error(sums(decay, dtype=F32), expected(decay)) < 1e-7
     # two bf16 parts of 8 bits and a guard bit each
-    assert error(run(gates.cumulative, decay, block=block), expected) < 1e-5
+    assert error(sums(decay), expected(decay)) < 1e-5
     rounded = np.asarray(jnp.asarray(decay).astype(BF16).astype(F32))
-    expected = np.cumsum(rounded.astype(float).reshape(-1, block, 256), axis=1).reshape(64, 256)
-    assert error(run(gates.cumulative, rounded, block=block, exact=True), expected) < 1e-7
+    assert error(sums(rounded, exact=True), expected(rounded)) < 1e-7

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Generator
 from typing import Any
 
@@ -109,41 +108,55 @@ def test_an_inverse_is_right_to_its_dtype(chunk, block, depth, dtype, passes):
 
 
 def stepped(decayed, value, made, relations_of, keys, decay, state, dtype, inverse_dtype):
-    """Output and state of ``recurrence.advance``."""
-    states, outputs = [state], []
+    """Outputs and states of ``recurrence.advance`` for streams side by side."""
+    states, outputs = list(state), {}
+
+    def read(x):
+        return lambda: x
+
     handover = recurrence.Handover(
-        *(functools.partial(lambda x: x, x) for x in (decayed, value, made, relations_of, keys)),
-        decay=lambda: decay,
+        decayed=[read(x) for x in decayed],
+        value=[read(x) for x in value],
+        inverse=read(made),
+        relations=read(relations_of),
+        keys_to_end=read(keys),
+        decay=[read(x) for x in decay],
     )
-    result(
-        recurrence.advance(
-            handover, states, 0, outputs.append, dtype=dtype, inverse_dtype=inverse_dtype
-        )
+    stage = recurrence.advance(
+        handover,
+        states,
+        range(len(states)),
+        outputs.__setitem__,
+        dtype=dtype,
+        inverse_dtype=inverse_dtype,
     )
-    return outputs[0], states[0]
+    result(stage)
+    return [outputs[i] for i in range(len(states))], states
 
 
 @pytest.mark.parametrize(
     ("dtype", "inverse_dtype"), [(BF16, BF16), (BF16, F32), (F32, F32)], ids=name_of
 )
-def test_a_step_of_the_recurrence(dtype, inverse_dtype):
+@pytest.mark.parametrize("streams", [1, 2])
+def test_a_step_of_the_recurrence(dtype, inverse_dtype, streams):
     rng = np.random.default_rng(0)
     shapes = ((128, 128), (64, 256), (64, 64), (64, 64), (128, 64), (128, 1), (128, 256))
-    operands = [rng.standard_normal(shape).astype("float32") for shape in shapes]
-    decayed, value, made, relations_of, keys, decay, state = (x.astype(float) for x in operands)
-    seen = decayed @ state
-    corrected = made @ (value - seen[64:])
-    expected = seen[:64] + relations_of @ corrected, state * decay + keys @ corrected
-    got = run(stepped, *operands, dtype=dtype, inverse_dtype=inverse_dtype)
+    operands = [rng.standard_normal((streams, *shape)).astype("float32") for shape in shapes]
     bound = BOUND_F32 if dtype == F32 else 5e-3
-    assert all(error(x, y) < bound for x, y in zip(got, expected, strict=True))
+
+    def errors() -> list[float]:
+        decayed, value, made, of_query, keys, decay, state = (x.astype(float) for x in operands)
+        seen = decayed @ state
+        corrected = made @ (value - seen[:, 64:])
+        expected = seen[:, :64] + of_query @ corrected, state * decay + keys @ corrected
+        aside = [np.hstack(list(x)) if 2 <= i <= 4 else list(x) for i, x in enumerate(operands)]
+        got = run(stepped, *aside, dtype=dtype, inverse_dtype=inverse_dtype)
+        return [error(np.stack(x), y) for x, y in zip(got, expected, strict=True)]
+
+    assert max(errors()) < bound
     # the first product alone is in ``dtype``
-    decayed[:] = operands[0][:] = 0.0
-    corrected = made @ value
-    expected = relations_of @ corrected, state * decay + keys @ corrected
-    got = run(stepped, *operands, dtype=dtype, inverse_dtype=inverse_dtype)
-    bound = 2e-5 if dtype != inverse_dtype else bound
-    assert all(error(x, y) < bound for x, y in zip(got, expected, strict=True))
+    operands[0][:] = 0.0
+    assert max(errors()) < (2e-5 if dtype != inverse_dtype else bound)
 
 
 def chunk_of(states, query, key, value, decay, beta, dtype, inverse_dtype):
@@ -158,23 +171,19 @@ def chunk_of(states, query, key, value, decay, beta, dtype, inverse_dtype):
     row = beta.reshape(1, -1)
     passes = FULL if dtype == F32 else SPLIT
     made = inverted(of_key * -row, 4, 64, inverse_dtype, passes)
-    outputs, after = [], []
-    for i, factor in enumerate(factors):
-        mine = slice(i * chunk, (i + 1) * chunk)
-        ready = factor.chunk_factors(1.0)
-        output, state = stepped(
-            jnp.concatenate([ready.query_decayed, ready.key_decayed]),
-            value[i],
-            made[:, mine],
-            (of_query * row)[:, mine].astype(inverse_dtype),
-            (ready.key_to_end.T * beta[i]).astype(inverse_dtype),
-            jnp.exp2(ready.total).T,
-            states[i],
-            dtype,
-            inverse_dtype,
-        )
-        outputs.append(output)
-        after.append(state)
+    ready = [factor.chunk_factors(1.0) for factor in factors]
+    ends = jnp.concatenate([x.key_to_end for x in ready])
+    outputs, after = stepped(
+        [jnp.concatenate([x.query_decayed, x.key_decayed]) for x in ready],
+        value,
+        made,
+        (of_query * row).astype(inverse_dtype),
+        (ends.T * row).astype(inverse_dtype),
+        [jnp.exp2(x.total).T for x in ready],
+        states,
+        dtype,
+        inverse_dtype,
+    )
     return jnp.stack(outputs), jnp.stack(after)
 
 

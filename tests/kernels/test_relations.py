@@ -88,7 +88,7 @@ def of_blocks(query, key, decay, factorisation, sub_block, dtype):
     chunk = query.shape[1]
     tiles = relation_tiles(factorisation, chunk, sub_block)
     made = {"bounded": relations.Bounded, "unbounded": relations.Unbounded}[factorisation]
-    sums = [gates.cumulative(d, sub_block, dtype=dtype) for d in decay]
+    sums = gates.cumulative(list(decay), sub_block, dtype=dtype)
     factors = [made(*given, sub_block) for given in zip(query, key, sums, strict=True)]
     sides = relations.operands(factors, tiles, chunk, dtype=dtype)
     products = [relations.product(*pair, dtype=dtype) for pair in sides]
