@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "emission": {"problem", "chips", "kernels"},
     "variant": {"problem", "chips", "emission", "kernels"},
     "generate": DESCRIPTION | {"emission", "kernels"},
+    "gradient": DESCRIPTION | {"emission", "generate", "kernels"},
     "kernels": set(),
     "reference": set(),
     "compiler": DESCRIPTION | {"generate"},
@@ -32,7 +33,7 @@ MAY_IMPORT = {
     "store": DESCRIPTION | {"generate", "compiler", "runtime"} | TUNING,
     "report": DESCRIPTION | {"generate", "compiler", "runtime"} | TUNING,
     "cli": DESCRIPTION | {"generate", "compiler"} | TUNING,
-    "runtime": DESCRIPTION | {"generate", "reference"},
+    "runtime": DESCRIPTION | {"generate", "gradient", "reference"},
 }
 
 # The one part that may use a package; a training process loads none of these.

@@ -1,0 +1,93 @@
+"""From a problem, a request and a variant to the source of a backward kernel."""
+
+from __future__ import annotations
+
+import hashlib
+
+from kdagen.chips import Chip
+from kdagen.generate import (
+    Generated,
+    GenerateError,
+    _environment,
+    code_hash,
+)
+from kdagen.gradient.variant import BackwardVariant, Request
+from kdagen.kernels.numerics import LOG_DECAY_FLOOR
+from kdagen.kernels.tiling import LANES
+from kdagen.problem import Problem, canonical_json
+from kdagen.variant import MIB
+
+TEMPLATE = "kda_backward.py.j2"
+SPECIALISED = ("dtype", "gate", "gate_dtype", "qk_l2norm", "layout")
+"""Facts of a problem that its generated code depends on; the others are the call's shapes."""
+
+TOKEN_FLOOR = 16.0
+"""Largest decay of one token, in nats, that relations are formed with; the gradient of a larger one
+is scaled by what is left out. 2^-23 of a state survives it, and the factors of a sub-block of eight
+such tokens leave f32 room for cotangents of any sensible size."""
+
+
+def variant_id(problem: Problem, request: Request, variant: BackwardVariant, chip: Chip) -> str:
+    """sha256, hex, of parameters, specialised facts, request, plan, chip, templates and helpers."""
+    asked = {
+        "chip": chip.name,
+        "code": code_hash(),
+        "parameters": variant.to_dict(),
+        "plan": variant.plan(request),
+        "problem": _facts(problem, request),
+    }
+    return hashlib.sha256(canonical_json(asked).encode()).hexdigest()
+
+
+def generate(problem: Problem, request: Request, variant: BackwardVariant, chip: Chip) -> Generated:
+    """Renders the backward kernel of a variant, a module with a function ``backward``.
+
+    Whether the variant is legal ``kdagen.gradient.variant.check`` says.
+
+    Raises:
+      GenerateError: the template does not render.
+    """
+    import jinja2
+
+    identity = variant_id(problem, request, variant, chip)
+    facts = _facts(problem, request)
+    try:
+        source = (
+            _environment()
+            .get_template(TEMPLATE)
+            .render(
+                template=TEMPLATE,
+                code_hash=code_hash(),
+                variant_id=identity,
+                chip=chip.name,
+                problem=facts,
+                parameters=variant.to_dict(),
+                again="kdagen.gradient.source.generate of these facts, request and parameters",
+                p=variant,
+                plan=variant.plan(request),
+                wanted=request.wanted,
+                wants_chunk=len(request.stages) > 3,
+                output_cotangent=request.output_cotangent,
+                state_cotangent=request.state_cotangent,
+                raw_gate=problem.gate != "log_decay",
+                per_pack=LANES // variant.chunk,
+                floor=TOKEN_FLOOR if variant.sub_block > 1 else LOG_DECAY_FLOOR,
+                exact=problem.dtype == "float32",
+                layout=problem.layout,
+                vmem_limit_bytes=variant.vmem_limit_mib * MIB or None,
+                kernel_name=f"kda_backward_{identity[:12]}",
+            )
+        )
+    except jinja2.TemplateError as error:
+        raise GenerateError(f"template {TEMPLATE}: {error}") from error
+    return Generated(source, identity, f"kda_backward_{identity}")
+
+
+def _facts(problem: Problem, request: Request) -> dict[str, object]:
+    fields = problem.to_dict()
+    facts = {name: fields[name] for name in SPECIALISED}
+    return facts | {
+        "wanted": request.wanted,
+        "output_cotangent": request.output_cotangent,
+        "state_cotangent": request.state_cotangent,
+    }

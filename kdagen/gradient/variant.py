@@ -1,0 +1,293 @@
+"""How the gradient of a problem is computed: parameters of the backward kernel, their legality."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from kdagen.chips import Chip
+from kdagen.gradient.plan import (
+    CORRECTIONS,
+    GRADIENTS,
+    RECURRENCE,
+    RELATIONS,
+    WRITES,
+    Shape,
+    Slots,
+    plan,
+)
+from kdagen.gradient.plan import INVERSE as INVERSE_STAGE
+from kdagen.kernels.tiling import LANES
+from kdagen.problem import Problem, canonical_json
+from kdagen.variant import MIB, VariantError, Violation
+
+OPERANDS = ("query", "key", "value", "gate", "beta", "initial_state", "a_log", "delta_time_bias")
+"""What a call may be differentiated by."""
+
+_DECAY_OPERANDS = ("gate", "a_log", "delta_time_bias")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What of a gradient is asked for; the generated code is specialised on it.
+
+    Attributes:
+      wanted: names out of ``OPERANDS``, in their order.
+      output_cotangent, state_cotangent: whether there are such cotangents; an absent one is 0.
+    """
+
+    wanted: tuple[str, ...]
+    output_cotangent: bool = True
+    state_cotangent: bool = False
+
+    @classmethod
+    def of(cls, wanted: Collection[str], **cotangents: bool) -> Request:
+        """With the names in order.
+
+        Raises:
+          VariantError: an unknown name.
+        """
+        unknown = sorted(set(wanted) - set(OPERANDS))
+        if unknown:
+            raise VariantError(
+                f"wanted: got {', '.join(unknown)}; it may hold {', '.join(OPERANDS)}"
+            )
+        return cls(tuple(name for name in OPERANDS if name in wanted), **cotangents)
+
+    @classmethod
+    def everything(cls, problem: Problem) -> Request:
+        """Every gradient that a call of the problem has."""
+        absent = set() if problem.initial_state else {"initial_state"}
+        if problem.gate == "log_decay":
+            absent |= {"a_log", "delta_time_bias"}
+        return cls.of(set(OPERANDS) - absent, state_cotangent=problem.final_state)
+
+    @property
+    def stages(self) -> frozenset[str]:
+        """The stages of the kernel that it takes."""
+        found = {RELATIONS, INVERSE_STAGE, RECURRENCE}
+        if not {"query", "key", *_DECAY_OPERANDS}.isdisjoint(self.wanted):
+            found |= {CORRECTIONS, GRADIENTS}
+        if "beta" in self.wanted:
+            found |= {CORRECTIONS, WRITES}
+        return frozenset(found)
+
+
+@dataclass(frozen=True)
+class BackwardVariant:
+    """Parameters of the fused backward kernel.
+
+    Attributes:
+      chunk, heads, rows, chunks: the cuts, which are those of the forward that kept the residuals;
+        see ``kdagen.variant.Variant``. Heads that share a query and key head are of one program.
+      sub_block: rows within which pairs share a reference row; see ``kdagen.kernels.decay_tree``.
+      inverse_block, weight_depth: of the inverse, where it is formed again.
+      inverse_dtype: in which the inverse is formed and applied.
+      keep_inverse, keep_corrected: whether the forward kept them; they are formed again otherwise.
+      span: slots over which packs start.
+      vmem_limit_mib: scoped VMEM limit to ask the compiler for, in MiB; 0 is the chip's default.
+    """
+
+    chunk: int = 64
+    heads: int = 16
+    rows: int = 1
+    chunks: int = 1
+    sub_block: int = 16
+    inverse_block: int = 8
+    weight_depth: int = 64
+    inverse_dtype: str = "bfloat16"
+    keep_inverse: bool = False
+    keep_corrected: bool = False
+    span: int = 1
+    vmem_limit_mib: int = 0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, wanted = getattr(self, field.name), type(field.default)
+            if type(value) is not wanted:
+                raise VariantError(
+                    f"{field.name}: got {value!r}; it must be of type {wanted.__name__}"
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All parameters, in the order of their declaration."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> BackwardVariant:
+        """The inverse of ``to_dict``; every parameter must be there.
+
+        Raises:
+          VariantError: a parameter is unknown, missing or of the wrong type.
+        """
+        known = {f.name for f in dataclasses.fields(cls)}
+        for what, names in (("unknown", fields.keys() - known), ("missing", known - fields.keys())):
+            if names:
+                raise VariantError(f"{what} parameter(s) of a variant: {', '.join(sorted(names))}")
+        return cls(**fields)
+
+    def to_json(self) -> str:
+        """The canonical form: every hash and row of a variant derives from it."""
+        return canonical_json(self.to_dict())
+
+    @property
+    def streams(self) -> int:
+        """Pairs of batch row and value head that a program works on."""
+        return self.rows * self.heads
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of one grid step."""
+        return self.chunk * self.chunks
+
+    def plan(self, request: Request) -> Slots:
+        """The order in which the stages of a grid step are emitted."""
+        shape = Shape(
+            chunk=self.chunk,
+            streams=self.streams,
+            chunks=self.chunks,
+            inverse_block=0 if self.keep_inverse else self.inverse_block,
+            corrected=not self.keep_corrected,
+            stages=request.stages,
+        )
+        return plan(shape, self.span)
+
+
+def sub_blocks(problem: Problem) -> tuple[int, ...]:
+    """Sub-blocks in which no factor leaves f32: single rows, 16 rows of -5, or 8 of the floor."""
+    return (1, 8, 16) if problem.gate == "bounded" else (1, 8)
+
+
+def check(variant: BackwardVariant, problem: Problem, chip: Chip) -> Violation | None:
+    """Whether a variant is legal for a problem on a chip: None, or the first rule it breaks."""
+    for constraint in CONSTRAINTS:
+        message = constraint(variant, problem, chip)
+        if message is not None:
+            return Violation(constraint.__name__.removeprefix("_"), message)
+    return None
+
+
+def _served(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | None:
+    if problem.segments is not None:
+        return f"segments={problem.segments!r} of the problem: the kernel serves unpacked sequences"
+    return None
+
+
+def _values(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | None:
+    takes: dict[str, tuple[Any, ...]] = {
+        "chunk": (32, 64, 128),
+        "sub_block": sub_blocks(problem),
+        "inverse_block": (2, 4, 8),
+        "weight_depth": (64, 128),
+        "inverse_dtype": ("float32",) if problem.dtype == "float32" else ("bfloat16", "float32"),
+    }
+    for name, values in takes.items():
+        value = getattr(variant, name)
+        if value not in values:
+            return f"{name}={value!r}: it may be {', '.join(map(repr, values))} here"
+    for name, least in (
+        ("heads", 1),
+        ("rows", 1),
+        ("chunks", 1),
+        ("span", 1),
+        ("vmem_limit_mib", 0),
+    ):
+        value = getattr(variant, name)
+        if not least <= value <= 1024:
+            return f"{name}={value}: it may be {least} to 1024"
+    return None
+
+
+def _packing(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | None:
+    """Heads and rows divide into programs, and chunk-heads into packs that fill the lanes."""
+    if problem.value_heads % variant.heads:
+        return (
+            f"heads={variant.heads}: it must divide the problem's {problem.value_heads} value heads"
+        )
+    ratio = problem.value_heads // problem.heads
+    if variant.heads % ratio:
+        return (
+            f"heads={variant.heads}: it must be a multiple of the {ratio} value heads that share a "
+            "query and key head, whose gradients are summed in one program"
+        )
+    if problem.batch % variant.rows:
+        return f"rows={variant.rows}: it must divide the problem's {problem.batch} batch rows"
+    if variant.streams * variant.chunks * variant.chunk % LANES:
+        return (
+            f"heads={variant.heads}, rows={variant.rows}, chunks={variant.chunks}: "
+            f"{LANES // variant.chunk} chunk-heads of {variant.chunk} tokens share the lanes: "
+            "their product must be a multiple"
+        )
+    return None
+
+
+def _vmem(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | None:
+    limit = variant.vmem_limit_mib * MIB or chip.default_vmem_limit_bytes
+    if limit > chip.usable_vmem_bytes:
+        return (
+            f"vmem_limit_mib={variant.vmem_limit_mib}: {chip.name} grants at most "
+            f"{chip.usable_vmem_bytes // MIB}"
+        )
+    used = vmem_bytes(variant, problem, chip)
+    if used > limit:
+        return f"about {used / MIB:.1f} MiB of VMEM, of {limit / MIB:.0f} allowed on {chip.name}"
+    return None
+
+
+CONSTRAINTS = (_served, _values, _packing, _vmem)
+
+
+def vmem_bytes(variant: BackwardVariant, problem: Problem, chip: Chip) -> int:
+    """VMEM that the kernel of a variant takes, in bytes, from above.
+
+    Scratch and pipelined blocks are exact; what the compiler spills is allowed for by chunk-head.
+    """
+    element = {"bfloat16": 2, "float32": 4}
+    key_dim, value_dim = (-(-d // LANES) * LANES for d in (problem.key_dim, problem.value_dim))
+    items = variant.streams * variant.chunks
+    wide = element[problem.dtype]
+    row = (4 * key_dim + 3 * value_dim) * wide + 2 * key_dim * element[problem.gate_dtype]
+    if variant.keep_corrected:
+        row += value_dim * wide
+    if variant.keep_inverse:
+        row += variant.chunk * wide
+    states = key_dim * value_dim * element[problem.dtype]
+    blocks = 2 * items * (variant.chunk * row + states)
+    state = variant.streams * key_dim * value_dim * 4
+    spill = items * variant.chunk * (key_dim + value_dim) // 2 * _SPILLED_VALUES * wide
+    return state + blocks + spill
+
+
+_SPILLED_VALUES = 16
+
+
+def default_variant(problem: Problem, chip: Chip) -> BackwardVariant:
+    """The variant used where nothing was tuned: the most chunk-heads in flight that fit, up to 16.
+
+    Raises:
+      VariantError: no variant serves the problem on this chip; the message is that of ``check``.
+    """
+    exact = problem.dtype == "float32"
+    wide = exact or problem.precision == "highest"
+    violation = None
+    for limit in (0, chip.usable_vmem_bytes * 3 // 4 // MIB):
+        for in_flight in (16, 8, 4, 2, 1):
+            for heads in reversed(range(1, in_flight + 1)):
+                if problem.value_heads % heads:
+                    continue
+                chunk = 64 if heads > 1 else 128
+                variant = BackwardVariant(
+                    chunk=chunk,
+                    heads=heads,
+                    chunks=max(1, min(in_flight // heads, -(-problem.tokens // chunk))),
+                    sub_block=sub_blocks(problem)[-1],
+                    inverse_block=2 if exact else 8,
+                    inverse_dtype="float32" if wide else "bfloat16",
+                    vmem_limit_mib=limit,
+                )
+                violation = check(variant, problem, chip)
+                if violation is None:
+                    return variant
+    raise VariantError(f"no variant serves this problem on {chip.name}: {violation}")

@@ -1,0 +1,245 @@
+"""The fused backward kernel: its scratch, its specs and the call.
+
+One Pallas call takes the operands of the forward, the states it kept and the cotangents of its
+results to the gradients that are asked for. Its grid is (groups of batch rows, groups of heads,
+blocks of chunks), the blocks from the last to the first. The state cotangents of a program stay in
+VMEM all the while, and so do the sums over tokens that a_log and delta_time_bias take.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kdagen.kernels import lockstep
+from kdagen.kernels.backward_step import Backward, Refs, Step, absent
+from kdagen.kernels.geometry import Cut, Extent, gate_rows, padded
+from kdagen.kernels.lanes import F32
+from kdagen.kernels.tiling import LANES
+
+Stages = Callable[[Step], Mapping[str, Callable[[int], lockstep.Stage]]]
+
+
+def _kernel(
+    kernel: Backward,
+    cut: Cut,
+    stages: Stages,
+    slots,
+    scale: float,
+    lower_bound: float | None,
+    *operands,
+) -> None:
+    """Body of one grid step. ``operands`` are the references in the order of ``Refs``."""
+    given, missing = iter(operands), absent(kernel)
+    refs = Refs(*(None if missing.get(name) else next(given) for name in Refs._fields))
+    geometry = kernel.geometry
+    row, group, step = (pl.program_id(i) for i in range(3))
+    mine = pl.ds(group * geometry.heads, geometry.heads)
+    rows = [
+        (row * geometry.rows + r, pl.ds(r * geometry.heads, geometry.heads))
+        for r in range(geometry.rows)
+    ]
+
+    # the last block comes first: scratch still holds what another program left
+    @pl.when(step == 0)
+    def _():
+        if refs.d_final is None:
+            refs.d_state[...] = jnp.zeros_like(refs.d_state)
+        else:
+            for batch, streams in rows:
+                pltpu.sync_copy(refs.d_final.at[batch, 0, mine], refs.d_state.at[streams])
+        if refs.d_rows is not None:
+            refs.d_rows[...] = jnp.zeros_like(refs.d_rows)
+
+    lockstep.run(slots, stages(Step(kernel, cut, refs, scale, lower_bound)))
+
+    if refs.d_initial is not None:
+
+        @pl.when(step == pl.num_programs(2) - 1)
+        def _():
+            for batch, streams in rows:
+                pltpu.sync_copy(refs.d_state.at[streams], refs.d_initial.at[batch, 0, mine])
+
+
+def call(
+    kernel: Backward,
+    stages: Stages,
+    slots,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    gate: jax.Array,
+    beta: jax.Array,
+    a_log: jax.Array | None,
+    delta_time_bias: jax.Array | None,
+    states: jax.Array | None,
+    inverse: jax.Array | None,
+    corrected: jax.Array | None,
+    d_output: jax.Array | None,
+    d_final: jax.Array | None,
+    *,
+    scale: float,
+    lower_bound: float | None,
+    interpret: Any = False,
+) -> dict[str, jax.Array]:
+    """Runs the kernel.
+
+    Shapes are those of layout "HBTD"; "BTHD" takes [B, T, H, D] and, for beta, [B, T, HV].
+
+    Args:
+      kernel: of the generated module.
+      stages: makes the stages from a grid step; slots: the order of their segments.
+      query, key: [H, B, T, K]; gate: [HV, B, T, K]; value: [HV, B, T, V]; beta: [HV, B, T].
+      a_log: [HV] f32 or None (a rate of 1); delta_time_bias: [HV, K] f32 or None.
+      states, inverse, corrected: that the forward of the same cuts kept, see
+        ``kdagen.kernels.forward.Results``; the last two exactly where ``kernel`` says so.
+      d_output: cotangent of the output [HV, B, T, V], given exactly where ``kernel`` says so.
+      d_final: that of the final state [B, 1, HV, K, V] f32, likewise.
+      scale: of the queries.
+      lower_bound: of a bounded gate.
+      interpret: False, True or ``pltpu.InterpretParams()``.
+
+    Returns:
+      The gradients of ``kernel.wanted`` by name, each of its operand's shape and dtype, and
+      initial_state [B, 1, HV, K, V] f32.
+    """
+    geometry = kernel.geometry
+    extent = Extent.of(geometry.layout, query, value)
+    cut = Cut(geometry, extent)
+    key_dim, value_dim = extent.key_dim, extent.value_dim
+    state_shape = (padded(key_dim), padded(value_dim))
+    last = cut.blocks - 1
+    reverse = lambda step: last - step  # noqa: E731
+
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    tensors = {"query": query, "key": key, "value": value, "gate": gate}
+    specs: dict[str, Any] = {
+        "query": cut.key_tensor(reverse),
+        "key": cut.key_tensor(reverse),
+        "value": cut.tensor(value_dim, reverse),
+        "gate": cut.tensor(key_dim, reverse),
+        "beta": cut.per_pack((LANES,), reverse),
+        "gate_rows": pl.BlockSpec(
+            (geometry.heads, 2, state_shape[0]), lambda row, group, step: (group, 0, 0)
+        ),
+        "d_output": cut.tensor(value_dim, reverse),
+        "states": cut.per_chunk(state_shape, reverse),
+        "inverse": cut.per_pack((geometry.chunk, LANES), reverse),
+        "corrected": cut.tensor(value_dim, reverse),
+        "d_final": whole,
+    }
+    made: dict[str, Callable[[], Any]] = {
+        **{name: functools.partial(cut.view, x) for name, x in tensors.items()},
+        "beta": lambda: cut.lane_rows(beta),
+        "gate_rows": lambda: gate_rows(a_log, delta_time_bias, extent.value_heads, key_dim),
+        "d_output": lambda: cut.view(_present("d_output", d_output)),
+        "states": lambda: _present("states", states),
+        "inverse": lambda: _present("inverse", inverse),
+        "corrected": lambda: cut.view(_present("corrected", corrected)),
+        "d_final": lambda: _whole_registers(_present("d_final", d_final), state_shape),
+    }
+    missing = absent(kernel)
+    used = [name for name in specs if not missing.get(name)]
+    operands = [made[name]() for name in used]
+    # inside shard_map the results vary over the mesh as the operands do
+    axes = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in operands))
+    struct = functools.partial(
+        jax.ShapeDtypeStruct, manual_axis_type=jax.sharding.ManualAxisType(varying=axes)
+    )
+    heads, value_heads = extent.heads, extent.value_heads
+    state = (extent.batch, 1, value_heads, *state_shape)
+    rows_spec = pl.BlockSpec(
+        (None, geometry.heads, 2, state_shape[0]), lambda row, group, step: (row, group, 0, 0)
+    )
+    results: dict[str, tuple[Any, Any]] = {
+        "d_query": (specs["query"], struct(cut.shape(heads, key_dim), query.dtype)),
+        "d_key": (specs["key"], struct(cut.shape(heads, key_dim), key.dtype)),
+        "d_value": (specs["value"], struct(cut.shape(value_heads, value_dim), value.dtype)),
+        "d_gate": (specs["gate"], struct(cut.shape(value_heads, key_dim), gate.dtype)),
+        "d_beta": (specs["beta"], struct((*cut.pack_shape(), LANES), F32)),
+        "d_initial": (whole, struct(state, F32)),
+        "d_rows": (rows_spec, struct((cut.row_groups, value_heads, 2, state_shape[0]), F32)),
+    }
+    results = {name: x for name, x in results.items() if not missing.get(name)}
+    # Mosaic takes no 64-bit index; under jax_enable_x64 every literal would be one
+    with jax.enable_x64(False):
+        found = pl.pallas_call(
+            functools.partial(_kernel, kernel, cut, stages, slots, scale, lower_bound),
+            grid=(cut.row_groups, cut.groups, cut.blocks),
+            in_specs=[specs[name] for name in used],
+            out_specs=[spec for spec, _ in results.values()],
+            out_shape=[shape for _, shape in results.values()],
+            scratch_shapes=[pltpu.VMEM((geometry.streams, *state_shape), F32)],
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel", "parallel", "arbitrary"),
+                vmem_limit_bytes=geometry.vmem_limit_bytes,
+            ),
+            name=geometry.name,
+            interpret=interpret,
+        )(*operands)
+    return _by_operand(dict(zip(results, found, strict=True)), kernel, cut, a_log, beta)
+
+
+def _by_operand(
+    found: dict[str, jax.Array],
+    kernel: Backward,
+    cut: Cut,
+    a_log: jax.Array | None,
+    beta: jax.Array,
+) -> dict[str, jax.Array]:
+    extent = cut.extent
+    grads: dict[str, jax.Array] = {}
+    for name, heads in (
+        ("query", extent.heads),
+        ("key", extent.heads),
+        ("value", extent.value_heads),
+        ("gate", extent.value_heads),
+    ):
+        if f"d_{name}" in found:
+            grads[name] = cut.unview(found[f"d_{name}"], heads)
+    if "d_beta" in found:
+        grads["beta"] = _from_lane_rows(cut, found["d_beta"]).astype(beta.dtype)
+    if "d_initial" in found:
+        grads["initial_state"] = found["d_initial"][..., : extent.key_dim, : extent.value_dim]
+    if "d_rows" in found:
+        sums = jnp.sum(found["d_rows"], axis=0)[..., : extent.key_dim]
+        if kernel.wants("a_log"):
+            assert a_log is not None
+            # a rate saturates at e^88
+            grads["a_log"] = jnp.where(a_log > 88.0, 0.0, jnp.sum(sums[:, 0], axis=1))
+        if kernel.wants("delta_time_bias"):
+            grads["delta_time_bias"] = sums[:, 1]
+    return grads
+
+
+def _from_lane_rows(cut: Cut, x: jax.Array) -> jax.Array:
+    """The inverse of ``Cut.lane_rows``: [HV, B, T] or, in layout "BTHD", [B, T, HV]."""
+    geometry, extent = cut.geometry, cut.extent
+    x = x.reshape(
+        cut.row_groups, cut.groups, cut.blocks,
+        geometry.chunks, geometry.rows, geometry.heads, geometry.chunk,
+    )  # fmt: skip
+    length = cut.blocks * geometry.block
+    if geometry.layout == "HBTD":
+        x = x.transpose(1, 5, 0, 4, 2, 3, 6).reshape(extent.value_heads, extent.batch, length)
+        return x[:, :, : extent.tokens]
+    x = x.transpose(0, 4, 2, 3, 6, 1, 5).reshape(extent.batch, length, extent.value_heads)
+    return x[:, : extent.tokens]
+
+
+def _present(name: str, x: jax.Array | None) -> jax.Array:
+    if x is None:
+        raise TypeError(f"{name}: got None; this kernel was generated for a call that has it")
+    return x
+
+
+def _whole_registers(state: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """States [..., K, V] with zeros up to ``shape``."""
+    pad = [(0, 0)] * 3 + [(0, full - own) for full, own in zip(shape, state.shape[3:], strict=True)]
+    return jnp.pad(state, pad) if state.shape[3:] != shape else state

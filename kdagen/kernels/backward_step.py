@@ -1,0 +1,248 @@
+"""One grid step of the fused backward: what its stages load, keep, accumulate and store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from kdagen.kernels.geometry import Cut, Geometry, widened
+from kdagen.kernels.lanes import F32, index, stack
+from kdagen.kernels.tiling import LANES
+
+GRADIENTS = ("query", "key", "value", "gate", "beta", "initial_state", "a_log", "delta_time_bias")
+
+
+@dataclass(frozen=True)
+class Backward:
+    """What a generated backward kernel takes and gives.
+
+    Attributes:
+      geometry: its cuts, those of the forward whose residuals it reads.
+      wanted: names of the gradients that it computes, out of ``GRADIENTS``.
+      gate_rows: whether rate and bias of a raw gate are operands.
+      output_cotangent, state_cotangent: whether they are operands; an absent one is 0.
+      keep_inverse, keep_corrected: whether the forward kept them and they are operands; they are
+        formed again where it did not.
+    """
+
+    geometry: Geometry
+    wanted: frozenset[str]
+    gate_rows: bool
+    output_cotangent: bool
+    state_cotangent: bool
+    keep_inverse: bool
+    keep_corrected: bool
+
+    def wants(self, *names: str) -> bool:
+        """Whether any of these gradients is asked for."""
+        return not self.wanted.isdisjoint(names)
+
+    @property
+    def wants_decay(self) -> bool:
+        """Whether anything needs the gradient of the log decay."""
+        return self.wants("gate", "a_log", "delta_time_bias")
+
+    @property
+    def wants_chunk(self) -> bool:
+        """Whether anything but the recurrence of the state's cotangent is needed."""
+        return self.wants("query", "key", "beta") or self.wants_decay
+
+    @property
+    def wants_rows(self) -> bool:
+        """Whether anything is summed over the tokens of a head."""
+        return self.wants("a_log", "delta_time_bias")
+
+
+class Refs(NamedTuple):
+    """The kernel's references; a field is None where the call has no such operand."""
+
+    query: Any
+    key: Any
+    value: Any
+    gate: Any
+    beta: Any
+    gate_rows: Any
+    d_output: Any
+    states: Any
+    inverse: Any
+    corrected: Any
+    d_final: Any
+    d_query: Any
+    d_key: Any
+    d_value: Any
+    d_gate: Any
+    d_beta: Any
+    d_initial: Any
+    d_rows: Any
+    d_state: Any
+
+
+def absent(kernel: Backward) -> dict[str, bool]:
+    """Which fields of ``Refs`` a call has not."""
+    return {
+        "value": kernel.keep_corrected or not kernel.wants_chunk,
+        "gate_rows": not kernel.gate_rows,
+        "d_output": not kernel.output_cotangent,
+        "inverse": not kernel.keep_inverse,
+        "states": not kernel.wants_chunk,
+        "corrected": not kernel.keep_corrected or not kernel.wants_chunk,
+        "d_final": not kernel.state_cotangent,
+        "d_query": not kernel.wants("query"),
+        "d_key": not kernel.wants("key"),
+        "d_value": not kernel.wants("value"),
+        "d_gate": not kernel.wants("gate"),
+        "d_beta": not kernel.wants("beta"),
+        "d_initial": not kernel.wants("initial_state"),
+        "d_rows": not kernel.wants_rows,
+    }
+
+
+class Step:
+    """One grid step as the stages see it.
+
+    Items are numbered as in ``kdagen.kernels.geometry``. Widths are whole registers, with zeros
+    past the tensors' own; rows past the end of the sequence are 0.
+
+    Attributes:
+      kernel, scale, lower_bound: of the call.
+      d_state: scratch [streams, KP, VP] f32, the cotangent of each stream's state.
+    """
+
+    def __init__(
+        self, kernel: Backward, cut: Cut, refs: Refs, scale: float, lower_bound: float | None
+    ):
+        self.kernel, self.scale, self.lower_bound = kernel, scale, lower_bound
+        self._geometry, self._cut, self._refs = kernel.geometry, cut, refs
+        self.d_state = refs.d_state
+        self._block = pl.num_programs(2) - 1 - pl.program_id(2)
+        self._sums: dict[Any, list[Any]] = {}
+
+    def items(self, pack: int) -> range:
+        """The items of a pack."""
+        return range(pack * self._geometry.per_pack, (pack + 1) * self._geometry.per_pack)
+
+    def stream(self, item: int) -> int:
+        """The stream of an item."""
+        return item % self._geometry.streams
+
+    def is_first(self, item: int) -> jax.Array | None:
+        """Whether an item is the first chunk of its sequence; None where it never matters."""
+        n, *_ = self._geometry.place(item)
+        return self._block == 0 if n == 0 and self.kernel.wants("initial_state") else None
+
+    def query(self, item: int) -> jax.Array:
+        """[C, KP] f32."""
+        return self._load(self._refs.query, self._cut.key_index(item), item)
+
+    def key(self, item: int) -> jax.Array:
+        """[C, KP] f32."""
+        return self._load(self._refs.key, self._cut.key_index(item), item)
+
+    def value(self, item: int) -> jax.Array:
+        """[C, VP] f32."""
+        return self._load(self._refs.value, self._value_index(item), item)
+
+    def gate(self, item: int) -> jax.Array:
+        """[C, KP] f32."""
+        return self._load(self._refs.gate, self._gate_index(item), item)
+
+    def d_output(self, item: int) -> jax.Array:
+        """[C, VP] f32."""
+        if self._refs.d_output is None:
+            return jnp.zeros((self._geometry.chunk, self.d_state.shape[2]), F32)
+        return self._load(self._refs.d_output, self._value_index(item), item)
+
+    def corrected(self, item: int) -> jax.Array:
+        """E [C, VP] f32 that the forward kept."""
+        return self._load(self._refs.corrected, self._value_index(item), item)
+
+    def inverse(self, pack: int) -> jax.Array:
+        """(I + N diag(b))^-1 [C, 128] of a pack that the forward kept."""
+        return self._refs.inverse[pack]
+
+    def state(self, item: int) -> jax.Array:
+        """[KP, VP], at the start of the chunk."""
+        n, row, head = self._geometry.place(item)
+        return self._refs.states[row, head, n]
+
+    def beta(self, pack: int) -> jax.Array:
+        """[1, 128] f32 of a pack."""
+        return self._refs.beta[pack : pack + 1, :]
+
+    def beta_column(self, item: int) -> jax.Array:
+        """[C, 1] f32."""
+        pack, x = divmod(item, self._geometry.per_pack)
+        column = jnp.transpose(jnp.broadcast_to(self.beta(pack), (8, LANES)))
+        chunk = self._geometry.chunk
+        return column[x * chunk : (x + 1) * chunk, 0:1]
+
+    def gate_rows(self, item: int) -> tuple[jax.Array, jax.Array]:
+        """exp(a_log) and the bias of a raw gate, rows [1, KP] f32."""
+        *_, head = self._geometry.place(item)
+        return self._refs.gate_rows[head, 0:1, :], self._refs.gate_rows[head, 1:2, :]
+
+    def inside(self, x: jax.Array, item: int) -> jax.Array:
+        """x [C, D] f32 with 0 in rows past the end of the sequence."""
+        geometry, tokens = self._geometry, self._cut.extent.tokens
+        if tokens % geometry.block == 0:
+            return x
+        n, *_ = geometry.place(item)
+        left = tokens - self._block * geometry.block - n * geometry.chunk
+        return jnp.where(index(x.shape, 0) < left, x, 0.0)
+
+    def _load(self, ref: Any, where: Any, item: int) -> jax.Array:
+        return widened(self.inside(ref[where].astype(F32), item))
+
+    def _gate_index(self, item: int) -> Any:
+        return self._cut.index(item, self._cut.extent.key_dim)
+
+    def _value_index(self, item: int) -> Any:
+        return self._cut.index(item, self._cut.extent.value_dim)
+
+    def store_value(self, item: int, gradient: jax.Array) -> None:
+        """Gradient [C, VP] of the values of an item."""
+        _store(self._refs.d_value, self._value_index(item), gradient)
+
+    def store_gate(self, item: int, gradient: jax.Array) -> None:
+        """Gradient [C, KP] of the gate operand of an item."""
+        _store(self._refs.d_gate, self._gate_index(item), gradient)
+
+    def store_beta(self, pack: int, gradient: jax.Array) -> None:
+        """Gradient [1, 128] of the write strengths of a pack."""
+        self._refs.d_beta[pack : pack + 1, :] = gradient
+
+    def store_query(self, item: int, gradient: jax.Array) -> None:
+        """Gradient [C, KP] of the queries of an item, summed over the heads that share them."""
+        _store(self._refs.d_query, self._cut.key_index(item), gradient)
+
+    def store_key(self, item: int, gradient: jax.Array) -> None:
+        """Gradient [C, KP] of the keys of an item, summed over the heads that share them."""
+        _store(self._refs.d_key, self._cut.key_index(item), gradient)
+
+    def summed(self, what: str, item: int, gradient: jax.Array) -> jax.Array | None:
+        """The sum of ``gradient`` over the value heads of a group, once all of them have come."""
+        n, row, head = self._geometry.place(item)
+        ratio = self._cut.extent.ratio
+        place = (what, n, row, head // ratio)
+        so_far = self._sums.setdefault(place, [0, None])
+        so_far[0] += 1
+        so_far[1] = gradient if so_far[1] is None else so_far[1] + gradient
+        return self._sums.pop(place)[1] if so_far[0] == ratio else None
+
+    def add_rows(self, item: int, by_log_rate: jax.Array | None, by_bias: jax.Array) -> None:
+        """Adds sums over the tokens of an item, each [1, KP] f32, to those of its head."""
+        *_, head = self._geometry.place(item)
+        if by_log_rate is None:
+            by_log_rate = jnp.zeros_like(by_bias)
+        self._refs.d_rows[head] += stack([by_log_rate, by_bias])
+
+
+def _store(ref: Any, where: Any, x: jax.Array) -> None:
+    width = ref.shape[-1] if isinstance(where[-1], slice) and where[-1] == slice(None) else None
+    if width is None:
+        width = where[-1].stop - where[-1].start
+    ref[where] = x[:, :width].astype(ref.dtype)

@@ -1,0 +1,105 @@
+"""Gate activation with its derivatives, and the gradient of L2 normalisation, inside a kernel.
+
+The log decay is in log2 units, as in ``kdagen.kernels.gates``; gradients are with respect to
+natural units: d alpha / d (ln alpha) = alpha.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from kdagen.kernels import gates
+from kdagen.kernels.lanes import BF16, F32, LOG2_E, dot, rows, stack
+from kdagen.kernels.numerics import LOG_DECAY_FLOOR
+
+_FAR = 1e6
+"""Beyond it a sigmoid is 0 or 1 for any rate, and a product with it stays finite."""
+
+
+@dataclass
+class Gate:
+    """A log decay [C, K] and the derivatives that its gradient takes, all f32.
+
+    Attributes:
+      decay: log2 alpha, floored, at most 0.
+      by_gate: derivative of ln alpha by the gate operand. Where the decay was floored it holds the
+        factor alpha / alpha_floored too: every term of the gradient has it, and it is not in the
+        decay that the relations were formed with.
+      by_log_rate: derivative of ln alpha by a_log, likewise; None for a log decay.
+      beyond: that factor; None where nothing is floored.
+    """
+
+    decay: jax.Array
+    by_gate: jax.Array
+    by_log_rate: jax.Array | None = None
+    beyond: jax.Array | None = None
+
+
+def log_decay(gate: jax.Array, floor: float) -> Gate:
+    """The gate is ln alpha; above 0 it counts as 0, without a gradient."""
+    gate = gate.astype(F32)
+    capped = jnp.minimum(gate, 0.0)
+    floored = jnp.maximum(capped, -floor)
+    beyond = None if floor >= LOG_DECAY_FLOOR else jnp.exp2((capped - floored) * LOG2_E)
+    held = jnp.where(capped < -LOG_DECAY_FLOOR, 0.0, 1.0) if beyond is None else beyond
+    return Gate(floored * LOG2_E, jnp.where(gate > 0.0, 0.0, held), beyond=beyond)
+
+
+def softplus(
+    raw: jax.Array, rate: jax.Array, bias: jax.Array, floor: float, *, dtype: DTypeLike = BF16
+) -> Gate:
+    """ln alpha = -rate * softplus(raw + bias), rate = exp(a_log); rate and bias are rows [1, K]."""
+    decay = gates.softplus(raw, rate, bias, LOG_DECAY_FLOOR, dtype=dtype)
+    floored = jnp.maximum(decay, -floor * LOG2_E)
+    beyond = None if floor >= LOG_DECAY_FLOOR else jnp.exp2(decay - floored)
+    held = jnp.where(decay > -LOG_DECAY_FLOOR * LOG2_E, 1.0, 0.0) if beyond is None else beyond
+    z = (raw.astype(F32) + bias) * LOG2_E
+    # e^-|x| is formed 2^32 times too large: a rate may lift one that is below what f32 holds
+    power = jnp.exp2(32.0 - jnp.abs(z))
+    low = rate * 2.0**-32
+    slope = jnp.where(z >= 0.0, rate, power * low) / (1.0 + power * 2.0**-32)
+    return Gate(floored, -slope * held, decay * (held / LOG2_E), beyond)
+
+
+def bounded(raw: jax.Array, rate: jax.Array, bias: jax.Array, lower_bound: float) -> Gate:
+    """ln alpha = lower_bound * sigmoid(rate * (raw + bias)), rate = exp(a_log)."""
+    z = jnp.clip((raw.astype(F32) + bias) * rate, -_FAR, _FAR)
+    u = jnp.exp2(-jnp.abs(z) * LOG2_E)
+    opened = jnp.where(z >= 0.0, 1.0, u) / (1.0 + u)
+    # sigmoid(z) * sigmoid(-z), which keeps its relative accuracy at both ends
+    slope = (lower_bound * u) / ((1.0 + u) * (1.0 + u))
+    return Gate(opened * (lower_bound * LOG2_E), slope * rate, slope * z)
+
+
+def parts(x: jax.Array, count: int) -> jax.Array:
+    """x itself (1), or its two bf16 parts one below the other (2), whose sum is x to 2^-17."""
+    if count == 1:
+        return x
+    high = x.astype(BF16)
+    return stack([high, (x - high.astype(F32)).astype(BF16)])
+
+
+def lane_sums(x: jax.Array, width: int, dtype: DTypeLike = BF16) -> jax.Array:
+    """Sum over the lanes of x [R, D], in every lane: [R, width] f32."""
+    return dot(x, jnp.ones((x.shape[1], width), F32), dtype=dtype)
+
+
+def normalized(
+    xs: Sequence[jax.Array],
+    inverse_norms: Sequence[jax.Array],
+    cotangents: Sequence[jax.Array],
+    dtype: DTypeLike = BF16,
+) -> list[jax.Array]:
+    """Cotangents [C, K] f32 of what was normalised to each x, x = inverse_norm * unnormalised."""
+    products = [x * cotangent for x, cotangent in zip(xs, cotangents, strict=True)]
+    along = lane_sums(stack(products), xs[0].shape[1], dtype)
+    count = xs[0].shape[0]
+    return [
+        norm * (cotangent - x * rows(along, i * count, count))
+        for i, (x, norm, cotangent) in enumerate(zip(xs, inverse_norms, cotangents, strict=True))
+    ]
