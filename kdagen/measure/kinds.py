@@ -7,6 +7,8 @@ kernel, one run and one reference then cover them all.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import lcm
 from sys import float_info
 from typing import Any, NamedTuple
 
@@ -19,13 +21,12 @@ Array = np.ndarray
 
 # Constants are log decays a token in every channel.
 LOG_DECAYS = (
-    "0", "-0.001", "-0.05", "-1", "-5", "-6", "-20",
-    "resets", "entry resets", "mixed", "above 0",
+    "0", "above 0", "-0.001", "-0.05", "-1", "-5", "-6", "-20", "mixed", "resets", "entry resets",
 )  # fmt: skip
 _RAW = ("moderate", "slow", "fast", "saturated", "fast and slow channels", "fast and slow tokens")
 GATES = {
     "log_decay": LOG_DECAYS,
-    "softplus": _RAW,
+    "softplus": (*_RAW, "vanishing"),
     "bounded": _RAW,
 }
 """Kinds of gates by the gate of a problem.
@@ -49,7 +50,7 @@ class Kind(NamedTuple):
     """What one head of a call holds.
 
     Attributes:
-      gate: one of ``GATES`` of the problem's gate.
+      gate: one of ``GATES`` of the problem's gate, or any log decay as text.
       key: "random"; "parallel", one direction and noise of 0.05 a unit-variance direction;
         "repeated", three distinct keys in random order; or "leak", random keys, values 1000 times
         larger before one reset, the error being that after it.
@@ -88,7 +89,8 @@ def asked(kind: Kind, problem: Problem) -> bool:
 
     A bfloat16 inverse cannot where keys are ill-conditioned.
     """
-    return not kind.ill_conditioned or problem.dtype == "float32"
+    wide = problem.dtype == "float32" or problem.precision == "highest"
+    return wide or not kind.ill_conditioned
 
 
 def every(problem: Problem) -> tuple[Kind, ...]:
@@ -110,13 +112,16 @@ def every(problem: Problem) -> tuple[Kind, ...]:
 
 def telling(problem: Problem) -> tuple[Kind, ...]:
     """The few of them that tell one variant of a kernel from another: no decay to speak of, both
-    ends of the gate side by side, decays that leave nothing, writes that reflect."""
+    ends of the gate side by side, decays that leave nothing, writes that reflect, and hard keys
+    where they are asked for."""
     slow = _SLOW[problem.gate]
     if problem.gate == "log_decay":
         gates = (slow, "-6", "-20", "entry resets", "mixed")
     else:
         gates = (slow, "moderate", "saturated", "fast and slow channels", "fast and slow tokens")
-    return (*(Kind(gate) for gate in gates), Kind(slow, "random", True))
+    given = (*(Kind(gate) for gate in gates), Kind(slow, "random", True))
+    hard = (Kind(slow, "parallel"), Kind(slow, "repeated"), Kind(slow, "parallel", True))
+    return given + tuple(kind for kind in hard if asked(kind, problem))
 
 
 def of_head(kinds: Sequence[Kind], problem: Problem) -> list[Kind]:
@@ -166,6 +171,15 @@ def draw(problem: Problem, kinds: Sequence[Kind], seed: int = 0) -> dict[str, An
             if problem.initial_state:
                 values["initial_state"][:, :, head] *= LEAK
     return {name: jnp.asarray(x, wanted[name][1]) for name, x in values.items()}  # type: ignore[index]
+
+
+def with_heads(problem: Problem, kinds: Sequence[Kind], program: int = 1) -> Problem:
+    """The problem with a key head for every kind, and as many more as fill the last program of
+    ``program`` value heads."""
+    group = problem.value_heads // problem.heads
+    whole = lcm(program, group)
+    value_heads = -(-len(kinds) * group // whole) * whole
+    return replace(problem, heads=value_heads // group, value_heads=value_heads)
 
 
 def reset_tokens(problem: Problem, kinds: Sequence[Kind]) -> list[int]:
@@ -235,12 +249,20 @@ _Drawn = Callable[[np.random.Generator, tuple[int, ...]], tuple[Array, float, Ar
 
 def _gate(problem: Problem, kind: str) -> _Drawn:
     """Draws a gate [B, T, K] of one head, with a_log and bias [K] of a raw one."""
-    if kind not in GATES[problem.gate]:
-        raise KeyError(f"{kind!r}: not a kind of a {problem.gate} gate")
-    if problem.gate == "log_decay":
+    if problem.gate == "log_decay" and (kind in LOG_DECAYS or _is_number(kind)):
         return lambda rng, shape: (_log_decay(rng, kind, shape), 0.0, np.zeros(shape[-1]))
+    if problem.gate == "log_decay" or kind not in GATES[problem.gate]:
+        raise KeyError(f"{kind!r}: not a kind of a {problem.gate} gate")
     bounded = problem.gate == "bounded"
     return lambda rng, shape: _raw(rng, kind, shape, bounded)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _log_decay(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> Array:

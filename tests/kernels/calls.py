@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,16 +11,6 @@ from kdagen.problem import Problem
 from kdagen.variant import Variant, check
 
 CHIP = get_chip("v6e")
-
-
-def with_heads(problem: Problem, given: Sequence[kinds.Kind], program: int = 1) -> Problem:
-    """The problem with a key head for every kind, and as many more as fill the last program of
-    ``program`` value heads."""
-    group = problem.value_heads // problem.heads
-    heads = len(given)
-    while heads * group % program:
-        heads += 1
-    return dataclasses.replace(problem, heads=heads, value_heads=heads * group)
 
 
 def call(problem: Problem, variant: Variant, values: dict[str, Any]) -> dict[str, Any]:
@@ -36,7 +25,7 @@ def assert_close(
 ) -> None:
     """Every result of a call, with a head at least for each kind given, is within its bounds."""
     if problem.heads < len(given) or problem.value_heads % variant.heads:
-        problem = with_heads(problem, given, variant.heads)
+        problem = kinds.with_heads(problem, given, variant.heads)
     values = kinds.draw(problem, given, seed)
     got = call(problem, variant, values)
     assert_within(problem, given, got, verify.reference(problem, values))

@@ -17,7 +17,7 @@ from kdagen.measure.accuracy import relative_error
 from kdagen.measure.kinds import Kind
 from kdagen.problem import Problem
 from kdagen.variant import Variant
-from tests.kernels.calls import CHIP, assert_close, assert_within, call, with_heads
+from tests.kernels.calls import CHIP, assert_close, assert_within, call
 
 LENGTHS = (1, 2, 7, 63, 64, 65, 128, 129, 199)
 
@@ -29,7 +29,7 @@ _PLAIN = Problem(tokens=200, heads=1, initial_state=True, final_state=True)
 _RAW = dataclasses.replace(_PLAIN, gate="softplus", qk_l2norm=True)
 # a head for every kind of data: kernels of one shape, compiled once for most tests
 LOG_DECAY, SOFTPLUS, BOUNDED = (
-    with_heads(problem, kinds.every(problem))
+    kinds.with_heads(problem, kinds.every(problem))
     for problem in (_PLAIN, _RAW, dataclasses.replace(_RAW, gate="bounded", lower_bound=-5.0))
 )
 SMALL_CALLS = ((LOG_DECAY, SMALL_UNBOUNDED), (SOFTPLUS, SMALL_UNBOUNDED), (BOUNDED, SMALL))

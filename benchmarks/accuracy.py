@@ -1,0 +1,452 @@
+"""How far every implementation is from the token recurrence in float64, beside what it may be.
+
+    python benchmarks/accuracy.py [--quick] [--out PATH] [--implementation xla_chunked] [...]
+
+runs xla_chunked, with its gradients, and the generated kernels in Pallas' interpreter on data of
+every kind that is hard for them, and prints the worst relative error of every implementation,
+tensor, dtype, kind of gate and of keys, chunk and width. It also holds that the error grows neither
+with the strength of the gate nor with the length of the sequence. The exit status is 1 if anything
+is outside. No TPU is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from kdagen.measure import accuracy, kinds, operands
+from kdagen.measure.kinds import Kind
+from kdagen.problem import Problem
+from kdagen.variant import Variant, check
+
+KERNELS = "pallas"
+IMPLEMENTATIONS = ("xla_chunked", "recurrent", KERNELS)
+CHUNKS = (32, 64, 128)
+WIDTHS = ((128, 128), (48, 60), (100, 129), (129, 127), (64, 64), (256, 256), (1, 1))
+# Legality of a kernel depends on a chip where its VMEM counts.
+CHIP = "v6e"
+_FACTORISATIONS = (("bounded", 32), ("bounded", 16), ("unbounded", 8), ("tree", 1))
+_INVERSES = (("bfloat16", 8), ("float32", 8), ("float32", 4), ("float32", 2))
+
+# Log decays a token, ever stronger: no error may be more than so many times the largest before it.
+LADDER = tuple(
+    f"-{x}" for x in (1e-3, 0.01, 0.1, 0.5, 1, 2, 3, 4, 5, 5.5, 6, 8, 10, 14, 20, 22, 40, 100, 1e4)
+)
+JUMP = 2.0
+# Tokens at which a long sequence is cut: no part may be so many times as wrong as the first.
+PARTS = (0, 256, 1024, 2048, 4096)
+GROWTH = 1.5
+SEED = 1
+
+
+@dataclass(frozen=True)
+class Data:
+    """One set of operands, and what is run on it.
+
+    Attributes:
+      problem: its facts, of one key head; every kind of data gets one.
+      kinds: of data.
+      check: "bounds" alone, or "ladder" or "length" for growth with the gate or with the length.
+      copies: heads a kind.
+    """
+
+    problem: Problem
+    kinds: tuple[Kind, ...]
+    check: str = "bounds"
+    copies: int = 1
+
+    def __str__(self) -> str:
+        p = self.problem
+        group = f", {p.value_heads} value heads a key head" if p.value_heads > 1 else ""
+        return (
+            f"{p.dtype} {p.gate} {p.key_dim}x{p.value_dim} T={p.tokens}{group}, "
+            f"{len(self.kinds)} kinds of data ({self.check})"
+        )
+
+
+class Row(NamedTuple):
+    """The error of one tensor on one kind of data, and its bound.
+
+    ``how`` is what else the kernel is told, ``asked`` whether it has to be within the bound.
+    """
+
+    implementation: str
+    tensor: str
+    dtype: str
+    gate: str
+    gate_kind: str
+    keys: str
+    chunk: int
+    width: str
+    how: str
+    error: float
+    bound: float
+    asked: bool
+
+    @property
+    def outside(self) -> bool:
+        return not self.error <= self.bound if self.asked else not isfinite(self.error)
+
+
+class Found(NamedTuple):
+    """What one set of data gave: rows, what grew, what no kernel serves, and the seconds."""
+
+    rows: list[Row]
+    grown: list[str]
+    refused: list[str]
+    seconds: float
+
+
+def data_sets(options: argparse.Namespace) -> Iterator[Data]:
+    """All sets of data that the options leave."""
+    for dtype in options.dtype:
+        for gate in options.gate:
+            plain = Problem(
+                tokens=300, heads=1, dtype=dtype, gate=gate,
+                lower_bound=-5.0 if gate == "bounded" else None, qk_l2norm=gate != "log_decay",
+                initial_state=True, final_state=True,
+            )  # fmt: skip
+            alter = lambda plain=plain, **facts: dataclasses.replace(plain, **facts)  # noqa: E731
+            for key_dim, value_dim in options.width:
+                problem = alter(key_dim=key_dim, value_dim=value_dim)
+                if (key_dim, value_dim) == WIDTHS[0]:
+                    yield Data(problem, kinds.every(problem))
+                elif gate == "log_decay" or (key_dim, value_dim) == (100, 129):
+                    precise = dataclasses.replace(problem, tokens=150, precision="highest")
+                    given = kinds.telling(precise)
+                    yield Data(dataclasses.replace(problem, tokens=150), given)
+            if options.quick:
+                continue
+            yield Data(alter(tokens=150, batch=2, value_heads=3), kinds.telling(plain))
+            yield Data(alter(tokens=150, layout="BTHD"), kinds.telling(plain))
+            for tokens in (1, 7):
+                yield Data(alter(tokens=tokens), kinds.telling(plain), copies=8)
+            if gate == "log_decay":
+                yield Data(plain, tuple(Kind(x) for x in LADDER), "ladder")
+                long = alter(tokens=PARTS[-1], initial_state=False)
+                yield Data(long, (Kind("0"), Kind("-0.001"), Kind("-0.05")), "length")
+                yield Data(long, (Kind("0", "random", True),))
+
+
+def variants(problem: Problem, chunks: Sequence[int], *, every: bool) -> Iterator[Variant | str]:
+    """For every chunk a legal variant, one a factorisation of the decay where ``every`` is asked
+    for, or why there is none."""
+    from kdagen.chips import get_chip
+
+    for chunk in chunks:
+        served = set[str]()
+        reason = ""
+        for (decay, sub_block), inverse in itertools.product(_FACTORISATIONS, _INVERSES):
+            variant = Variant(
+                chunk=chunk, heads=1, chunks=128 // chunk, decay=decay, sub_block=sub_block,
+                inverse_dtype=inverse[0], inverse_block=inverse[1],
+            )  # fmt: skip
+            violation = check(variant, problem, get_chip(CHIP))
+            if violation is not None:
+                reason = str(violation)
+            elif decay not in served and (every or not served):
+                served.add(decay)
+                yield variant
+        if not served:
+            yield f"chunk {chunk}: {reason}"
+
+
+def kernels(
+    data: Data, problem: Problem, chunks: Sequence[int]
+) -> Iterator[tuple[Problem, Variant | str]]:
+    """What the kernels are told of a problem, and a variant (see ``variants``) that serves it.
+
+    Data of every kind is run on every factorisation and chunk, both with the inverse that bfloat16
+    has and with the one that hard keys need. Elsewhere one factorisation, and hard keys at one
+    chunk, will do; a few tokens need one chunk only.
+    """
+    full = data.kinds == kinds.every(data.problem)
+    middle = [chunk for chunk in chunks if chunk == 64] or chunks[:1]
+    yield from (
+        (problem, variant)
+        for variant in variants(problem, chunks if data.copies == 1 else middle, every=full)
+    )
+    if problem.dtype == "bfloat16" and any(kind.ill_conditioned for kind in data.kinds):
+        precise = dataclasses.replace(problem, precision="highest")
+        yield from (
+            (precise, variant)
+            for variant in variants(precise, chunks if full else middle, every=False)
+        )
+
+
+def _cotangents(problem: Problem) -> dict[str, Any]:
+    import jax.numpy as jnp
+    import numpy as np
+
+    rng = np.random.default_rng(SEED)
+    shaped = operands.outputs(dataclasses.replace(problem, layout="HBTD"))
+    drawn = {name: rng.standard_normal(shape) for name, (shape, _) in shaped.items()}
+    drawn["final_state"] *= problem.key_dim**-0.5
+    return {name: jnp.asarray(x, shaped[name][1]) for name, x in drawn.items()}
+
+
+def _public(
+    problem: Problem, values: dict[str, Any], implementation: str, cotangents: dict[str, Any]
+) -> dict[str, Any]:
+    """Results of the public function, and with cotangents its gradients."""
+    import jax
+
+    from kdagen.measure.verify import static_arguments
+    from kdagen.runtime.kda import kimi_delta_attention
+
+    tokens = ("query", "key", "value", "gate", "beta")
+
+    def forward(values: dict[str, Any]) -> dict[str, Any]:
+        rest = {name: x for name, x in values.items() if name not in tokens}
+        given = operands.in_layout({name: values[name] for name in tokens}, problem)
+        output, state = kimi_delta_attention(
+            **given, **rest, **static_arguments(problem), output_final_state=True,
+            layout=problem.layout, implementation=implementation,
+        )  # fmt: skip
+        if problem.layout == "BTHD":
+            output = jax.numpy.moveaxis(output, 2, 0)
+        return {"output": output, "final_state": state}
+
+    def run(values: dict[str, Any], cotangents: dict[str, Any]) -> dict[str, Any]:
+        if not cotangents:
+            return forward(values)
+        results, pull = jax.vjp(forward, values)
+        return results | pull(cotangents)[0]
+
+    return jax.jit(run)(values, cotangents)
+
+
+def run(data: Data, options: argparse.Namespace) -> Found:
+    """Every implementation on one set of data."""
+    from kdagen.chips import get_chip
+    from kdagen.measure import verify
+    from kdagen.reference.oracle import recurrent_float64_vjp
+    from kdagen.reference.windows import chunk_size
+
+    started = time.perf_counter()
+    given = data.kinds * data.copies
+    problem = kinds.with_heads(data.problem, given)
+    values = kinds.draw(problem, given, SEED)
+    cotangents: dict[str, Any] = {}
+    if data.check == "bounds" and problem.tokens < PARTS[-1] and options.gradients:
+        cotangents = _cotangents(problem)
+    if cotangents:
+        output, state, grads = recurrent_float64_vjp(
+            **values, **verify.static_arguments(problem),
+            output_cotangent=cotangents["output"], state_cotangent=cotangents["final_state"],
+        )  # fmt: skip
+        expected = {"output": output, "final_state": state, **grads}
+    else:
+        expected = verify.reference(problem, values)
+    found = Found([], [], [], 0.0)
+
+    def judge(implementation: str, told: Problem, chunk: int, how: str, got: dict) -> None:
+        errors = kinds.errors(told, given, got, {n: expected[n] for n in expected if n in got})
+        width = f"{told.key_dim}x{told.value_dim}"
+        for (kind, name), error in errors.items():
+            what = (implementation, name, told.dtype, told.gate, kind.gate, kind.keys)
+            limit, asked = kind.bound(name, told), kinds.asked(kind, told)
+            found.rows.append(Row(*what, chunk, width, how, error, limit, asked))
+        if data.check == "ladder":
+            texts = jumps(errors)
+        elif data.check == "length":
+            texts = growth(told, given, got["output"], expected["output"])
+        else:
+            return
+        found.grown.extend(f"{implementation} {how}, chunk {chunk}: {data}: {x}" for x in texts)
+
+    for implementation in options.implementation:
+        if implementation == KERNELS:
+            for told, variant in kernels(data, problem, options.chunk):
+                if isinstance(variant, str):
+                    found.refused.append(f"{data}: {variant}")
+                    continue
+                got = verify.call(told, variant, get_chip(CHIP), values)
+                judge(KERNELS, told, variant.chunk, f"{variant.decay}, {told.precision}", got)
+            continue
+        # both compute in f32, whatever the precision
+        told = dataclasses.replace(problem, precision="highest")
+        chunked = implementation == "xla_chunked"
+        got = _public(told, values, implementation, cotangents if chunked else {})
+        judge(implementation, told, chunk_size(told.tokens) if chunked else 1, "", got)
+    return found._replace(seconds=time.perf_counter() - started)
+
+
+def jumps(errors: dict[tuple[Kind, str], float]) -> Iterator[str]:
+    """Where the error of a tensor jumps on the way up the ladder of gates."""
+    for name in {name: None for _, name in errors}:
+        most = float("inf")
+        for gate in LADDER:
+            error = errors[Kind(gate), name]
+            if not error <= JUMP * most:
+                yield f"{name} {error:.1e} at a gate of {gate}, {most:.1e} at weaker ones"
+            most = error if most == float("inf") else max(most, error)
+
+
+def growth(problem: Problem, given: Sequence[Kind], got: Any, expected: Any) -> Iterator[str]:
+    """Where a later part of a sequence is more wrong than its first."""
+    import numpy as np
+
+    for head, kind in enumerate(kinds.of_head(given, problem)):
+        errors = []
+        for start, stop in itertools.pairwise(PARTS):
+            mine = (head, slice(None), slice(start, stop))
+            errors.append(accuracy.relative_error(np.asarray(got)[mine], expected[mine]))
+        if not max(errors) <= GROWTH * errors[0]:
+            parts = ", ".join(f"{error:.1e}" for error in errors)
+            yield f"output at a gate of {kind.gate}: {parts} between tokens {PARTS}"
+
+
+def worst(rows: Iterable[Row], key: Callable[[Row], Any]) -> list[Row]:
+    """Of the rows with one key the one nearest to its bound, or beyond it."""
+    chosen: dict[Any, Row] = {}
+    for row in rows:
+        at = key(row)
+        if at not in chosen or row.error / row.bound > chosen[at].error / chosen[at].bound:
+            chosen[at] = row
+    return [chosen[at] for at in sorted(chosen)]
+
+
+def print_rows(rows: list[Row]) -> None:
+    """The table on the terminal: a line for every kind of data, chunk and width."""
+    print(
+        f"{'':3}{'implementation':15}{'tensor':17}{'dtype':10}{'gate':11}{'kind of gate':24}"
+        f"{'keys':22}{'chunk':>5} {'K x V':>8}  {'error':8} {'bound':>8} {'share':>6}  how"
+    )
+    for row in worst(rows, lambda row: (row[:8], row.asked)):
+        bound = f"{row.bound:.1e}" if row.asked else "finite"
+        share = f"{row.error / row.bound:.0%}" if row.asked else "-"
+        print(
+            f"{'!! ' if row.outside else '':3}{row.implementation:15}{row.tensor:17}{row.dtype:10}"
+            f"{row.gate:11}{row.gate_kind:24}{row.keys:22}{row.chunk:5} {row.width:>8}  "
+            f"{row.error:8.1e} {bound:>8} {share:>6}  {row.how}"
+        )
+
+
+GROUPS = {
+    "output, state": accuracy.OUTPUTS,
+    "dq dk dv dh0": accuracy.INPUTS,
+    "dgate dbeta": accuracy.GATES,
+    "da_log ddelta_time_bias": accuracy.PARAMETERS,
+}
+
+
+def markdown(rows: list[Row]) -> str:
+    """One table: the worst over tensors, chunks, widths and lengths for every kind of data."""
+    lines = [
+        "| implementation | dtype | gate | kind of gate | keys | " + " | ".join(GROUPS) + " |",
+        "|---" * (5 + len(GROUPS)) + "|",
+    ]
+    asked = [row for row in rows if row.asked]
+    key = lambda row: (row.implementation, row.dtype, row.gate, row.gate_kind, row.keys)  # noqa: E731
+    order = {x: i for gate in kinds.GATES.values() for i, x in enumerate(gate)}
+    found: dict[Any, dict[str, str]] = {}
+    for group, names in GROUPS.items():
+        for row in worst((row for row in asked if row.tensor in names), key):
+            found.setdefault(key(row), {})[group] = f"{row.error:.1e} of {row.bound:.1e}"
+    rank = lambda at: (*at[:3], order.get(at[3], 99), -len(at[3]), at[3:])  # noqa: E731
+    for at in sorted(found, key=rank):
+        cells = [found[at].get(group, "") for group in GROUPS]
+        lines.append("| " + " | ".join([*at, *cells]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _width(text: str) -> tuple[int, int]:
+    key_dim, _, value_dim = text.partition("x")
+    if not (key_dim.isdigit() and value_dim.isdigit()):
+        raise argparse.ArgumentTypeError(f"got {text!r}; it must be K and V, as 128x64")
+    return int(key_dim), int(value_dim)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+
+    def several(name: str, choices: Sequence[Any], help: str, **more: Any) -> None:
+        options.add_argument(name, action="append", choices=choices, help=help, **more)
+
+    several("--implementation", IMPLEMENTATIONS, "more than once for several; all but recurrent")
+    several("--dtype", ("bfloat16", "float32"), "of query, key and value; both if not given")
+    several("--gate", tuple(kinds.GATES), "all if not given")
+    several("--chunk", CHUNKS, "of the kernels; all if not given", type=int)
+    options.add_argument(
+        "--width",
+        action="append",
+        type=_width,
+        metavar="KxV",
+        help="as 128x64; several if not given",
+    )
+    options.add_argument(
+        "--no-gradients", action="store_false", dest="gradients", help="leave the gradients out"
+    )
+    options.add_argument(
+        "--quick", action="store_true", help="one chunk, two widths, one length; about a minute"
+    )
+    options.add_argument("--out", metavar="PATH", type=Path, help="write a Markdown table there")
+    options.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="processes; a processor each"
+    )
+    chosen = options.parse_args(arguments)
+    chosen.implementation = chosen.implementation or ["xla_chunked", KERNELS]
+    chosen.dtype = chosen.dtype or ["bfloat16", "float32"]
+    chosen.gate = chosen.gate or list(kinds.GATES)
+    chosen.gradients &= "xla_chunked" in chosen.implementation
+    chosen.chunk = chosen.chunk or ([64] if chosen.quick else list(CHUNKS))
+    chosen.width = chosen.width or list(WIDTHS[: 2 if chosen.quick else None])
+    return chosen
+
+
+def _run(job: tuple[Data, argparse.Namespace]) -> tuple[Data, Found]:
+    return job[0], run(*job)
+
+
+def main() -> int:
+    options = parse()
+    # children inherit it: nothing here looks for an accelerator
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    sets = sorted(data_sets(options), key=lambda data: -data.problem.tokens * len(data.kinds))
+    rows: list[Row] = []
+    grown: list[str] = []
+    refused: list[str] = []
+    started = time.perf_counter()
+    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
+        done = pool.imap_unordered(_run, [(data, options) for data in sets])
+        for count, (data, found) in enumerate(done, 1):
+            rows += found.rows
+            grown += found.grown
+            refused += found.refused
+            bad = sum(row.outside for row in found.rows) + len(found.grown)
+            print(
+                f"[{count}/{len(sets)}, {time.perf_counter() - started:.0f} s] {data}: "
+                f"{found.seconds:.0f} s, {len(found.rows)} errors, {bad} outside",
+                file=sys.stderr,
+                flush=True,
+            )
+    print_rows(rows)
+    for title, texts in (("grows", grown), ("no kernel", refused)):
+        for text in sorted(set(texts)):
+            print(f"{title}: {text}")
+    outside = sum(row.outside for row in rows)
+    nearest = max((row.error / row.bound for row in rows if row.asked), default=0.0)
+    print(
+        f"{len(rows)} errors, {outside} outside; the worst is {nearest:.0%} of its bound; "
+        f"{len(grown)} grow; {len(set(refused))} calls that no kernel serves"
+    )
+    if options.out is not None:
+        options.out.write_text(markdown(rows), encoding="utf-8")
+    return 1 if outside or grown else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
