@@ -8,19 +8,21 @@ SHAPES ?= examples/shapes.yaml
 JOBS ?= $(or $(shell nproc 2>/dev/null),2)
 TUNE_ARGS ?=
 TEST_ARGS ?=
+ACCURACY_ARGS ?=
 
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
 # All targets share one environment: two installs into it must not run at once.
 .NOTPARALLEL:
-.PHONY: help tune test test-newest lint format calibrate compare clean
+.PHONY: help tune test test-newest lint format accuracy calibrate compare clean
 
 help: ## List the targets and the variables
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 	@echo
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) CHIP=$(CHIP) SHAPES=$(SHAPES) JOBS=$(JOBS)"
 	@echo "           TUNE_ARGS= (more options of kdagen tune)  TEST_ARGS= (more options of pytest)"
+	@echo "           ACCURACY_ARGS= (options of benchmarks/accuracy.py, as --quick)"
 
 tune: $(VENV)/.installed-tpu ## Tune the shapes of SHAPES for CHIP; no TPU is needed
 	$(BIN)/kdagen tune --chip $(CHIP) --shapes $(SHAPES) --jobs $(JOBS) $(TUNE_ARGS)
@@ -39,6 +41,9 @@ lint: $(VENV)/.installed-dev ## Check style, formatting and types
 format: $(VENV)/.installed-dev ## Rewrite the sources in the project's format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+accuracy: $(VENV)/.installed-tpu ## Tabulate the error of every implementation against float64
+	$(BIN)/python benchmarks/accuracy.py --jobs $(JOBS) $(ACCURACY_ARGS)
 
 # The comparisons make an environment of their own: tokamax needs Python 3.12 or newer.
 calibrate: ## Hold the time model against published measurements

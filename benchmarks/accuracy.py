@@ -225,7 +225,9 @@ def _public(
         results, pull = jax.vjp(forward, values)
         return results | pull(cotangents)[0]
 
-    return jax.jit(run)(values, cotangents)
+    # hardly optimised, since it runs for a moment
+    options = {"xla_backend_optimization_level": 0}
+    return jax.jit(run, compiler_options=options)(values, cotangents)
 
 
 def run(data: Data, options: argparse.Namespace) -> Found:
@@ -319,20 +321,21 @@ def worst(rows: Iterable[Row], key: Callable[[Row], Any]) -> list[Row]:
     return [chosen[at] for at in sorted(chosen)]
 
 
-def print_rows(rows: list[Row]) -> None:
-    """The table on the terminal: a line for every kind of data, chunk and width."""
-    print(
-        f"{'':3}{'implementation':15}{'tensor':17}{'dtype':10}{'gate':11}{'kind of gate':24}"
-        f"{'keys':22}{'chunk':>5} {'K x V':>8}  {'error':8} {'bound':>8} {'share':>6}  how"
+HEADING = (
+    f"{'':3}{'implementation':15}{'tensor':17}{'dtype':10}{'gate':11}{'kind of gate':24}"
+    f"{'keys':22}{'chunk':>5} {'K x V':>8}  {'error':>8} {'bound':>8} {'share':>6}  how"
+)
+
+
+def line(row: Row) -> str:
+    """A line of the table on the terminal, marked where it is outside."""
+    bound = f"{row.bound:.1e}" if row.asked else "finite"
+    share = f"{row.error / row.bound:.0%}" if row.asked else "-"
+    return (
+        f"{'!! ' if row.outside else '':3}{row.implementation:15}{row.tensor:17}{row.dtype:10}"
+        f"{row.gate:11}{row.gate_kind:24}{row.keys:22}{row.chunk:5} {row.width:>8}  "
+        f"{row.error:8.1e} {bound:>8} {share:>6}  {row.how}"
     )
-    for row in worst(rows, lambda row: (row[:8], row.asked)):
-        bound = f"{row.bound:.1e}" if row.asked else "finite"
-        share = f"{row.error / row.bound:.0%}" if row.asked else "-"
-        print(
-            f"{'!! ' if row.outside else '':3}{row.implementation:15}{row.tensor:17}{row.dtype:10}"
-            f"{row.gate:11}{row.gate_kind:24}{row.keys:22}{row.chunk:5} {row.width:>8}  "
-            f"{row.error:8.1e} {bound:>8} {share:>6}  {row.how}"
-        )
 
 
 GROUPS = {
@@ -426,14 +429,13 @@ def main() -> int:
             rows += found.rows
             grown += found.grown
             refused += found.refused
-            bad = sum(row.outside for row in found.rows) + len(found.grown)
-            print(
-                f"[{count}/{len(sets)}, {time.perf_counter() - started:.0f} s] {data}: "
-                f"{found.seconds:.0f} s, {len(found.rows)} errors, {bad} outside",
-                file=sys.stderr,
-                flush=True,
-            )
-    print_rows(rows)
+            bad = [line(row) for row in found.rows if row.outside] + found.grown
+            done_in = f"[{count}/{len(sets)}, {time.perf_counter() - started:.0f} s]"
+            what = f"{done_in} {data}: {found.seconds:.0f} s, {len(found.rows)} errors"
+            print("\n   ".join([what, *bad]), file=sys.stderr, flush=True)
+    print(HEADING)
+    for row in worst(rows, lambda row: (row[:8], row.asked)):
+        print(line(row))
     for title, texts in (("grows", grown), ("no kernel", refused)):
         for text in sorted(set(texts)):
             print(f"{title}: {text}")
