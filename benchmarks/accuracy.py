@@ -18,13 +18,14 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from error_table import HEADING, Row, line, page, worst
 
 from kdagen.measure import accuracy, kinds, operands
 from kdagen.measure.kinds import Kind
@@ -74,30 +75,6 @@ class Data:
             f"{p.dtype} {p.gate} {p.key_dim}x{p.value_dim} T={p.tokens}{group}, "
             f"{len(self.kinds)} kinds of data ({self.check})"
         )
-
-
-class Row(NamedTuple):
-    """The error of one tensor on one kind of data, and its bound.
-
-    ``how`` is what else the kernel is told, ``asked`` whether it has to be within the bound.
-    """
-
-    implementation: str
-    tensor: str
-    dtype: str
-    gate: str
-    gate_kind: str
-    keys: str
-    chunk: int
-    width: str
-    how: str
-    error: float
-    bound: float
-    asked: bool
-
-    @property
-    def outside(self) -> bool:
-        return not self.error <= self.bound if self.asked else not isfinite(self.error)
 
 
 class Found(NamedTuple):
@@ -311,61 +288,6 @@ def growth(problem: Problem, given: Sequence[Kind], got: Any, expected: Any) -> 
             yield f"output at a gate of {kind.gate}: {parts} between tokens {PARTS}"
 
 
-def worst(rows: Iterable[Row], key: Callable[[Row], Any]) -> list[Row]:
-    """Of the rows with one key the one nearest to its bound, or beyond it."""
-    chosen: dict[Any, Row] = {}
-    for row in rows:
-        at = key(row)
-        if at not in chosen or row.error / row.bound > chosen[at].error / chosen[at].bound:
-            chosen[at] = row
-    return [chosen[at] for at in sorted(chosen)]
-
-
-HEADING = (
-    f"{'':3}{'implementation':15}{'tensor':17}{'dtype':10}{'gate':11}{'kind of gate':24}"
-    f"{'keys':22}{'chunk':>5} {'K x V':>8}  {'error':>8} {'bound':>8} {'share':>6}  how"
-)
-
-
-def line(row: Row) -> str:
-    """A line of the table on the terminal, marked where it is outside."""
-    bound = f"{row.bound:.1e}" if row.asked else "finite"
-    share = f"{row.error / row.bound:.0%}" if row.asked else "-"
-    return (
-        f"{'!! ' if row.outside else '':3}{row.implementation:15}{row.tensor:17}{row.dtype:10}"
-        f"{row.gate:11}{row.gate_kind:24}{row.keys:22}{row.chunk:5} {row.width:>8}  "
-        f"{row.error:8.1e} {bound:>8} {share:>6}  {row.how}"
-    )
-
-
-GROUPS = {
-    "output, state": accuracy.OUTPUTS,
-    "dq dk dv dh0": accuracy.INPUTS,
-    "dgate dbeta": accuracy.GATES,
-    "da_log ddelta_time_bias": accuracy.PARAMETERS,
-}
-
-
-def markdown(rows: list[Row]) -> str:
-    """One table: the worst over tensors, chunks, widths and lengths for every kind of data."""
-    lines = [
-        "| implementation | dtype | gate | kind of gate | keys | " + " | ".join(GROUPS) + " |",
-        "|---" * (5 + len(GROUPS)) + "|",
-    ]
-    asked = [row for row in rows if row.asked]
-    key = lambda row: (row.implementation, row.dtype, row.gate, row.gate_kind, row.keys)  # noqa: E731
-    order = {x: i for gate in kinds.GATES.values() for i, x in enumerate(gate)}
-    found: dict[Any, dict[str, str]] = {}
-    for group, names in GROUPS.items():
-        for row in worst((row for row in asked if row.tensor in names), key):
-            found.setdefault(key(row), {})[group] = f"{row.error:.1e} of {row.bound:.1e}"
-    rank = lambda at: (*at[:3], order.get(at[3], 99), -len(at[3]), at[3:])  # noqa: E731
-    for at in sorted(found, key=rank):
-        cells = [found[at].get(group, "") for group in GROUPS]
-        lines.append("| " + " | ".join([*at, *cells]) + " |")
-    return "\n".join(lines) + "\n"
-
-
 def _width(text: str) -> tuple[int, int]:
     key_dim, _, value_dim = text.partition("x")
     if not (key_dim.isdigit() and value_dim.isdigit()):
@@ -396,7 +318,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.add_argument(
         "--quick", action="store_true", help="one chunk, two widths, one length; about a minute"
     )
-    options.add_argument("--out", metavar="PATH", type=Path, help="write a Markdown table there")
+    options.add_argument("--out", metavar="PATH", type=Path, help="write a Markdown page there")
     options.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, help="processes; a processor each"
     )
@@ -446,7 +368,7 @@ def main() -> int:
         f"{len(grown)} grow; {len(set(refused))} calls that no kernel serves"
     )
     if options.out is not None:
-        options.out.write_text(markdown(rows), encoding="utf-8")
+        options.out.write_text(page(rows), encoding="utf-8")
     return 1 if outside or grown else 0
 
 
