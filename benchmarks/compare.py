@@ -4,7 +4,9 @@
 
 compiles tokamax's KDA forward and kdagen's for v7x and v6e with one JAX and one libtpu, reads both
 schedules in the same way and prints the modelled times of the kernels and of the whole programs.
-The winner of a tuned table is taken where --db names one that has it, else the default variant.
+Then kdagen's other example shapes follow, per token and head, against that training shape. The
+winner is that of the table that --db names, else of the table that ships for the chip, and where
+that has none the default variant.
 """
 
 from __future__ import annotations
@@ -111,24 +113,26 @@ def tokamax_forward(problem: Any) -> tuple[Any, list, dict[str, dict]]:
     return forward, args, {"chunk_kda_fwd_h_o_varlen": {0: [0, tokens], 1: [0] * chunks}}
 
 
-def kdagen_forward(problem: Any, chip: Any, db: str | None) -> tuple[Any, list, str]:
-    """kdagen's forward of the problem, its operands, and where the variant comes from."""
-    from kdagen.generate import generate, load
-    from kdagen.measure import operands
+def winner(name: str, problem: Any, chip: Any, db: str | None) -> tuple[Any, str]:
+    """The tuned variant of a shape, or the default one, and where it comes from."""
+    from kdagen.store.tuned import Store
     from kdagen.variant import Variant, default_variant
 
-    variant, origin = default_variant(problem, chip), "default variant"
-    if db is not None:
-        from kdagen.store.tuned import Store
-
-        with Store(db, read_only=True) as store:
-            entries = store.entries(chip=chip.name, name=SHAPE, winners_only=True)
+    path = Path(db) if db is not None else peer.ROOT / "tuning_db" / f"{chip.name}.sqlite"
+    if path.is_file():
+        with Store(path, read_only=True) as store:
+            entries = store.entries(chip=chip.name, name=name, winners_only=True)
         if entries:
             best = max(entries, key=lambda entry: entry.environment_id)
-            variant = Variant.from_dict(json.loads(best.result.variant))
-            origin = f"winner of {db}"
-        else:
-            origin = f"default variant: no winner for {SHAPE} on {chip.name} in {db}"
+            return Variant.from_dict(json.loads(best.result.variant)), f"winner of {path.name}"
+    return default_variant(problem, chip), f"default variant: no winner for {name} in {path.name}"
+
+
+def kdagen_forward(problem: Any, variant: Any, chip: Any) -> tuple[Any, list]:
+    """kdagen's forward of the problem, and its operands."""
+    from kdagen.generate import generate, load
+    from kdagen.measure import operands
+
     module = load(generate(problem, variant, chip))
     names, given = zip(
         *((name, one) for name, one in operands.inputs(problem).items() if one is not None),
@@ -140,7 +144,7 @@ def kdagen_forward(problem: Any, chip: Any, db: str | None) -> tuple[Any, list, 
         keywords = dict(zip(names, arrays, strict=True))
         return module.forward(**keywords, **absent, **operands.scalars(problem)).output
 
-    return forward, list(given), f"{origin}: {variant.to_json()}"
+    return forward, list(given)
 
 
 def compare(chip_name: str, db: str | None) -> list[str]:
@@ -151,15 +155,20 @@ def compare(chip_name: str, db: str | None) -> list[str]:
     from kdagen.problem import load_shapes
 
     chip = get_chip(chip_name)
-    problem = load_shapes(peer.ROOT / "examples" / "shapes.yaml")[SHAPE]
+    shapes = load_shapes(peer.ROOT / "examples" / "shapes.yaml")
+    problem = shapes[SHAPE]
     function, args, scalars = tokamax_forward(problem)
     theirs = read_program(chip, function, args, scalars)
-    function, args, origin = kdagen_forward(problem, chip, db)
+    variant, origin = winner(SHAPE, problem, chip, db)
+    function, args = kdagen_forward(problem, variant, chip)
     ours = read_program(chip, function, args, {})
     moved = floor_bytes(problem)
     error = chip.calibration.mean_error if chip.calibration else None
     known = f"mean error of the model {error:.0%}" if error else "model not calibrated"
-    lines = [f"{SHAPE} forward on {chip.name}, modelled (source: compiler, {known})", f"  {origin}"]
+    lines = [
+        f"{SHAPE} forward on {chip.name}, modelled (source: compiler, {known})",
+        f"  {origin}: {variant.to_json()}",
+    ]
     for who, program in (("tokamax", theirs), ("kdagen", ours)):
         lines.append(
             f"  {who:8} kernels {program.kernel_seconds * 1e6:8.1f} us, {len(program.kernels)} "
@@ -176,7 +185,27 @@ def compare(chip_name: str, db: str | None) -> list[str]:
         f"  floor    {hbm_floor_seconds(chip, moved) * 1e6:8.1f} us to move each operand and the "
         f"result once, {moved / 1e6:.1f} MB",
     ]
-    return lines
+    return lines + side_by_side(chip, shapes, db)
+
+
+def side_by_side(chip: Any, shapes: dict[str, Any], db: str | None) -> list[str]:
+    """kdagen's kernels of all shapes per token and head, as a table of tuned times has them."""
+    from kdagen.measure import offline
+
+    found = {}
+    for name, problem in shapes.items():
+        variant, origin = winner(name, problem, chip, db)
+        row = offline.run(chip.name, problem.to_dict(), variant.to_dict())
+        each = row["seconds"] / (problem.tokens * problem.batch * problem.value_heads)
+        traffic = (row["dma_in_bytes"] + row["dma_out_bytes"]) / row["floor_bytes"]
+        found[name] = row["seconds"], each, traffic, origin
+    reference = found[SHAPE][1]
+    return [f"  the example shapes on {chip.name}, modelled likewise"] + [
+        f"    {name:18} {seconds * 1e6:8.1f} us, {each * 1e9:6.3f} ns a token and head, "
+        f"{each / reference:4.2f} times {SHAPE}; HBM traffic {traffic:4.2f} times the floor "
+        f"({origin})"
+        for name, (seconds, each, traffic, origin) in found.items()
+    ]
 
 
 def main() -> int:
