@@ -20,6 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kdagen.kernels import lockstep, recurrence
 from kdagen.kernels.geometry import Cut, Extent, Geometry, gate_rows, padded, widened
+from kdagen.kernels.inverse import on_diagonal
 from kdagen.kernels.lanes import BF16, F32, index, remainder, stack
 from kdagen.kernels.tiling import LANES
 
@@ -199,10 +200,11 @@ class Step:
         return lambda start, count: ref[slot, pack, start : start + count, :]
 
     def store_inverse(self, pack: int, made: jax.Array) -> None:
-        """Hands the inverse of a pack, [C, 128], over to its recurrence."""
+        """Hands the inverse of a pack less the identity, [C, 128], over to its recurrence."""
         self._refs.inverses[self._other, pack] = made
         if self._refs.kept_inverse is not None:
-            self._refs.kept_inverse[pack] = made.astype(self._refs.kept_inverse.dtype)
+            whole = jnp.where(on_diagonal(self._geometry.chunk), 1.0, made.astype(F32))
+            self._refs.kept_inverse[pack] = whole.astype(self._refs.kept_inverse.dtype)
 
     def recurrence(self, group: int) -> Generator[None, None, None]:
         """Outputs and states of one group of items of the leaving block, see ``Geometry``."""

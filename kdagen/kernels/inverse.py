@@ -78,9 +78,10 @@ def invert(
     *,
     dtype: DTypeLike = BF16,
     passes: int = FULL,
+    less_identity: bool = False,
 ) -> Generator[None, None, jax.Array]:
     """(I - A)^-1 [C, 128] of a pack, given in ``dtype``, in which (and in how many ``passes``, see
-    ``dot``) its products are.
+    ``dot``) its products are; less I, if so asked.
 
     ``load(start, count)`` reads rows of its A [C, 128] f32.
 
@@ -90,7 +91,16 @@ def invert(
     are equally good. Yields after every product.
     """
     compact = yield from _base_blocks(load, chunk, block, _BlockProduct(depth, dtype, passes))
-    return (yield from _merge(compact, load, chunk, dtype, passes))
+    made = yield from _merge(compact, load, chunk, dtype, passes)
+    if less_identity:
+        made = jnp.where(on_diagonal(chunk), 0.0, made)
+    return made.astype(dtype)
+
+
+def on_diagonal(chunk: int) -> jax.Array:
+    """Where the diagonals of a pack lie: bool [C, 128]."""
+    row, lane = index((chunk, LANES), 0), index((chunk, LANES), 1)
+    return row == remainder(lane, chunk)
 
 
 def _base_blocks(
@@ -154,4 +164,4 @@ def _merge(
         yield
         x = stack([jnp.where(first, x, 0.0), jnp.where(first, corner, x)])
         size *= 2
-    return x.astype(dtype)
+    return x

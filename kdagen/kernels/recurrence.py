@@ -30,7 +30,7 @@ class Handover:
     Attributes:
       decayed: n of [2C, K], (q 2^G) above (k 2^G).
       value: n of [C, V] f32.
-      inverse: [C, nC], (I + N diag(b))^-1.
+      inverse: [C, nC], (I + N diag(b))^-1 - I.
       relations: [C, nC], Q diag(b).
       keys_to_end: [K, nC], (k 2^(total - G))^T diag(b).
       decay: n of [K, 1] f32, 2^total.
@@ -77,21 +77,23 @@ def advance(
     yield
     chunk, width = made[0].shape[0] // 2, made[0].shape[1]
     residuals = [read() - seen[chunk:] for read, seen in zip(handover.value, made, strict=True)]
+    narrow = residuals
     if inverse_dtype == BF16:
-        residuals = [residual.astype(BF16) for residual in residuals]
-    corrected = dot(handover.inverse(), diagonal(residuals), dtype=inverse_dtype, passes=passes)
+        narrow = [residual.astype(BF16) for residual in residuals]
+    change = dot(handover.inverse(), diagonal(narrow), dtype=inverse_dtype, passes=passes)
 
     def of(x: jax.Array, i: int) -> jax.Array:
         return x[:, i * width : (i + 1) * width]
 
+    # what the inverse leaves as it is, most of it, is spared the rounding of the product's operand
+    corrected = [residual + of(change, i) for i, residual in enumerate(residuals)]
     if keep is not None:
-        for i in range(len(streams)):
-            keep(i, of(corrected, i))
+        for i, x in enumerate(corrected):
+            keep(i, x)
     yield
     decays = [read() for read in handover.decay]
     ahead = stack([handover.relations(), handover.keys_to_end()])
-    corrected = corrected.astype(inverse_dtype)
-    blocks = diagonal([of(corrected, i) for i in range(len(streams))])
+    blocks = diagonal([x.astype(inverse_dtype) for x in corrected])
     update = dot(ahead, blocks, dtype=inverse_dtype, passes=passes)
     yield
     for i, stream in enumerate(streams):
