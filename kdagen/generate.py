@@ -14,6 +14,7 @@ import hashlib
 import importlib.util
 import linecache
 import os
+import re
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -73,14 +74,36 @@ def variant_id(problem: Problem, variant: Variant, chip: Chip) -> str:
 
 
 @functools.cache
-def code_hash() -> str:
-    """sha256, hex, of the templates and of every helper that a generated module can reach."""
+def code_hash(template: str = TEMPLATE) -> str:
+    """sha256, hex, of a template, what it includes, and every helper that its modules reach."""
     digest = hashlib.sha256()
-    for path in sorted(
-        [*_TEMPLATES.glob("*.j2"), *(_PACKAGE / "kernels").glob("*.py"), _PACKAGE / "emission.py"]
-    ):
+    # plans and constants are bound into the source
+    always = {_PACKAGE / name for name in _BOUND}
+    for path in sorted(always | _reached(_TEMPLATES / template)):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+_BOUND = ("emission.py", "kernels/__init__.py", "kernels/numerics.py")
+_INCLUDES = re.compile(r'{% *-? *(?:from|include|extends|import) "([^"]+)"')
+_IMPORTS = re.compile(r"from kdagen\.kernels(?:\.(\w+))? import (\([^)]*\)|[^\n]*)")
+
+
+def _reached(start: Path) -> set[Path]:
+    """A template or module and all that it includes or imports from the helpers, and so on."""
+    found: set[Path] = set()
+    waiting = [start]
+    while waiting:
+        path = waiting.pop()
+        if path in found or not path.is_file():
+            continue
+        found.add(path)
+        text = path.read_text(encoding="utf-8")
+        waiting += [_TEMPLATES / name for name in _INCLUDES.findall(text)]
+        for module, names in _IMPORTS.findall(text):
+            modules = [module] if module else re.findall(r"\w+", names)
+            waiting += [_PACKAGE / "kernels" / f"{name}.py" for name in modules]
+    return found
 
 
 def generate(problem: Problem, variant: Variant, chip: Chip) -> Generated:

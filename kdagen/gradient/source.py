@@ -31,7 +31,7 @@ def variant_id(problem: Problem, request: Request, variant: BackwardVariant, chi
     """sha256, hex, of parameters, specialised facts, request, plan, chip, templates and helpers."""
     asked = {
         "chip": chip.name,
-        "code": code_hash(),
+        "code": code_hash(TEMPLATE),
         "parameters": variant.to_dict(),
         "plan": variant.plan(request),
         "problem": _facts(problem, request),
@@ -57,7 +57,7 @@ def generate(problem: Problem, request: Request, variant: BackwardVariant, chip:
             .get_template(TEMPLATE)
             .render(
                 template=TEMPLATE,
-                code_hash=code_hash(),
+                code_hash=code_hash(TEMPLATE),
                 variant_id=identity,
                 chip=chip.name,
                 problem=facts,

@@ -1,7 +1,7 @@
 """Run in a copy of the package: what each change of one of its files does to an identity.
 
-Prints a JSON object: per file, the variant id after a comment was added to it; and what a template
-that names something undefined raises.
+Prints a JSON object: per file, the variant id after a comment was added to it; the helpers that a
+generated module loads; and what a template that names something undefined raises.
 """
 
 import json
@@ -30,6 +30,13 @@ for path in [*package.rglob("*.py"), *package.rglob("*.j2")]:
     found[str(path.relative_to(package))] = identity()
     path.write_text(text)
 assert identity() == found[""]
+
+kdagen.generate.load(kdagen.generate.generate(problem, Variant(heads=2), get_chip("v6e")))
+found["loaded"] = [
+    str(Path(module.__file__).relative_to(package))
+    for name, module in sys.modules.items()
+    if name.startswith("kdagen.kernels")
+]
 
 template = package / "_templates" / "kda_forward.py.j2"
 template.write_text(template.read_text() + "{{ p.depth_of_nothing }}")
