@@ -9,13 +9,14 @@ JOBS ?= $(or $(shell nproc 2>/dev/null),2)
 TUNE_ARGS ?=
 TEST_ARGS ?=
 ACCURACY_ARGS ?=
+COMPILE_ARGS ?=
 
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
 # All targets share one environment: two installs into it must not run at once.
 .NOTPARALLEL:
-.PHONY: help tune test test-newest lint format accuracy calibrate compare clean
+.PHONY: help tune test test-newest lint format accuracy compiles calibrate compare clean
 
 help: ## List the targets and the variables
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -23,6 +24,7 @@ help: ## List the targets and the variables
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) CHIP=$(CHIP) SHAPES=$(SHAPES) JOBS=$(JOBS)"
 	@echo "           TUNE_ARGS= (more options of kdagen tune)  TEST_ARGS= (more options of pytest)"
 	@echo "           ACCURACY_ARGS= (options of benchmarks/accuracy.py, as --quick)"
+	@echo "           COMPILE_ARGS= (options of benchmarks/compile_sample.py, as --chips=v6e)"
 
 tune: $(VENV)/.installed-tpu ## Tune the shapes of SHAPES for CHIP; no TPU is needed
 	$(BIN)/kdagen tune --chip $(CHIP) --shapes $(SHAPES) --jobs $(JOBS) $(TUNE_ARGS)
@@ -44,6 +46,9 @@ format: $(VENV)/.installed-dev ## Rewrite the sources in the project's format
 
 accuracy: $(VENV)/.installed-tpu ## Tabulate the error of every implementation against float64
 	$(BIN)/python benchmarks/accuracy.py --jobs $(JOBS) $(ACCURACY_ARGS)
+
+compiles: $(VENV)/.installed-tpu ## Compile 40 random variants for every chip; check() must be right
+	$(BIN)/python benchmarks/compile_sample.py --jobs $(JOBS) $(COMPILE_ARGS)
 
 # The comparisons make an environment of their own: tokamax needs Python 3.12 or newer.
 calibrate: ## Hold the time model against published measurements

@@ -17,31 +17,84 @@ from kdagen.problem import Problem, canonical_json
 MIB = 1 << 20
 
 # The largest loop body, in bundles, with a published time that the model meets; a larger one may
-# wait for its instructions. Beside it what 64 tokens of one head take in a loop of this kernel at
-# K = V = 128 in bfloat16, by factorisation, and what an inverse in float32 adds: the number is
-# known only when it has been compiled.
+# wait for its instructions.
 MAX_LOOP_BUNDLES = 9700
-_BUNDLES_PER_UNIT = {
-    "v4": {"bounded": 540, "unbounded": 620, "tree": 700, "inverse": 1000},
-    "v5e": {"bounded": 340, "unbounded": 380, "tree": 440, "inverse": 700},
-    "v5p": {"bounded": 340, "unbounded": 380, "tree": 440, "inverse": 700},
-    "v6e": {"bounded": 230, "unbounded": 270, "tree": 320, "inverse": 450},
-    "v7x": {"bounded": 230, "unbounded": 270, "tree": 320, "inverse": 450},
-}
-_EXACT_BUNDLES = 5
+
+# Where the items of a stage start close together, more of them are alive at once.
+_NARROW_SPAN, _NARROW_SPILLS = 4, 2
 
 _FEW_STREAMS = 8
-_SUB_BLOCKS = {"bounded": (16, 32), "unbounded": (8,), "tree": (1,)}
+SUB_BLOCKS = {"bounded": (16, 32), "unbounded": (8,), "tree": (1,)}
+_BYTES = {"bfloat16": 2, "float32": 4}
 _EMISSION = ("recurrence_span", "inverse_span", "relation_span", "lag", "order")
 _CHUNKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32)
 
-# VMEM that the compiler spills registers to, per pack: the most seen over the space, and a margin.
-# The scheduler of v4 keeps far more values alive.
-# Where the items of a stage start close together, more of them are alive at once.
-_SPILL_BYTES_PER_PACK = {"v4": 640 * 1024}
-_OTHER_SPILL_BYTES_PER_PACK = 360 * 1024
-_LEAST_SPILL_BYTES = 512 * 1024
-_NARROW_SPAN, _NARROW_SPILLS = 4, 2
+
+@dataclass(frozen=True)
+class _Scheduler:
+    """What the compiler makes of a kernel, fitted to random points of the space.
+
+    benchmarks/compile_sample.py holds it against others. Bundles are about right; spills are a
+    bound from above.
+
+    Attributes:
+      loop: bundles of a loop whatever it does.
+      unit: those of 64 tokens of a head at K = V = 128, by factorisation, of bfloat16 and of
+        float32 operands.
+      wide_inverse: what an inverse in float32 adds to bfloat16.
+      spills: MiB whatever the kernel does.
+      key_spills: f32 tensors [128, K] that a pack spills, by factorisation; past_spills: how many
+        more of them, as far as K is above 128.
+      chunk_spills, value_spills: f32 tensors [128, C] and [128, V], of a bfloat16 inverse, a
+        float32 one, and float32 operands.
+      state_spills: states, of every stream.
+    """
+
+    loop: int
+    unit: dict[str, tuple[int, int]]
+    wide_inverse: int
+    spills: float
+    key_spills: dict[str, float]
+    past_spills: float
+    chunk_spills: tuple[float, float, float]
+    value_spills: tuple[float, float, float]
+    state_spills: float
+
+
+_V4 = _Scheduler(
+    loop=800,
+    unit={"bounded": (500, 1880), "unbounded": (540, 2000), "tree": (880, 2150)},
+    wide_inverse=345,
+    spills=0.42,
+    key_spills={"bounded": 4.7, "unbounded": 6.3, "tree": 8.9},
+    past_spills=4.3,
+    chunk_spills=(4.2, 1.0, 1.0),
+    value_spills=(0.0, 7.0, 8.6),
+    state_spills=0.6,
+)
+_V5 = _Scheduler(
+    loop=1150,
+    unit={"bounded": (310, 1300), "unbounded": (340, 1400), "tree": (480, 1460)},
+    wide_inverse=200,
+    spills=0.4,
+    key_spills={"bounded": 1.2, "unbounded": 3.5, "tree": 10.1},
+    past_spills=5.8,
+    chunk_spills=(2.6, 11.2, 12.2),
+    value_spills=(0.0, 0.0, 4.0),
+    state_spills=0.75,
+)
+_V6 = _Scheduler(
+    loop=1130,
+    unit={"bounded": (230, 1000), "unbounded": (310, 1100), "tree": (350, 1180)},
+    wide_inverse=60,
+    spills=0.32,
+    key_spills={"bounded": 1.8, "unbounded": 3.8, "tree": 10.5},
+    past_spills=6.7,
+    chunk_spills=(2.2, 3.5, 18.3),
+    value_spills=(0.0, 0.8, 4.9),
+    state_spills=1.0,
+)
+_SCHEDULERS = {"v4": _V4, "v5e": _V5, "v5p": _V5, "v6e": _V6, "v7x": _V6}
 
 
 class VariantError(KdagenError, ValueError):
@@ -192,7 +245,7 @@ def space(problem: Problem, chip: Chip) -> dict[str, tuple[Any, ...]]:
         "rows": tuple(_divisors(problem.batch, 32)),
         "chunks": tuple(n for n in _CHUNKS if n == 1 or 64 * (n - 1) < problem.tokens),
         "decay": (decay,),
-        "sub_block": _SUB_BLOCKS[decay] if not exact else _SUB_BLOCKS[decay][:1],
+        "sub_block": SUB_BLOCKS[decay] if not exact else SUB_BLOCKS[decay][:1],
         "inverse_block": (2, 4) if _wide_inverse(problem) else (2, 4, 8),
         "inverse_dtype": ("float32",) if _wide_inverse(problem) else ("bfloat16",),
         "weight_depth": (64, 128),
@@ -275,7 +328,7 @@ def default_variant(problem: Problem, chip: Chip) -> Variant:
                     rows=rows,
                     chunks=max(1, chunks),
                     decay=decay,
-                    sub_block=_SUB_BLOCKS[decay][0 if exact else -1],
+                    sub_block=SUB_BLOCKS[decay][0 if exact else -1],
                     inverse_block=4 if _wide_inverse(problem) else 8,
                     inverse_dtype="float32" if _wide_inverse(problem) else "bfloat16",
                     vmem_limit_mib=limit,
@@ -317,8 +370,8 @@ def _values(variant: Variant, problem: Problem, chip: Chip) -> str | None:
     """Values that a parameter may have at all, alone and together."""
     takes: dict[str, tuple[Any, ...]] = {
         "chunk": (32, 64, 128),
-        "decay": tuple(_SUB_BLOCKS),
-        "sub_block": _SUB_BLOCKS.get(variant.decay, ()),
+        "decay": tuple(SUB_BLOCKS),
+        "sub_block": SUB_BLOCKS.get(variant.decay, ()),
         "inverse_block": (2, 4, 8),
         "inverse_dtype": ("bfloat16", "float32"),
         "weight_depth": (64, 128),
@@ -415,15 +468,18 @@ def _residuals(variant: Variant, problem: Problem, chip: Chip) -> str | None:
     return None
 
 
+def loop_bundles(variant: Variant, problem: Problem, chip: Chip) -> int:
+    """About how many bundles the loop of a variant's kernel has."""
+    of = _SCHEDULERS[chip.name]
+    unit = of.unit[variant.decay][problem.exact] * sum(_whole_registers(problem)) / (2 * LANES)
+    if variant.inverse_dtype == "float32" and not problem.exact:
+        unit += of.wide_inverse
+    return round(of.loop + variant.streams * variant.block_tokens / 64 * unit)
+
+
 def _code_size(variant: Variant, problem: Problem, chip: Chip) -> str | None:
     """A loop of known size; a program of a single pack is as small as any."""
-    of = _BUNDLES_PER_UNIT[chip.name]
-    unit = of[variant.decay] * sum(_whole_registers(problem)) / (2 * LANES)
-    if problem.exact:
-        unit *= _EXACT_BUNDLES
-    elif variant.inverse_dtype == "float32":
-        unit += of["inverse"]
-    bundles = round(variant.streams * variant.chunks * variant.chunk / 64 * unit)
+    bundles = loop_bundles(variant, problem, chip)
     if bundles > MAX_LOOP_BUNDLES and variant.packs > 1:
         return (
             f"heads={variant.heads}, rows={variant.rows}, chunks={variant.chunks}, "
@@ -435,8 +491,11 @@ def _code_size(variant: Variant, problem: Problem, chip: Chip) -> str | None:
 
 def _whole_registers(problem: Problem) -> tuple[int, int]:
     """K and V in whole registers of 128 lanes, as a kernel holds them."""
-    key_dim, value_dim = (-(-d // LANES) * LANES for d in (problem.key_dim, problem.value_dim))
-    return key_dim, value_dim
+    return _in_lanes(problem.key_dim), _in_lanes(problem.value_dim)
+
+
+def _in_lanes(width: int) -> int:
+    return -(-width // LANES) * LANES
 
 
 def _vmem(variant: Variant, problem: Problem, chip: Chip) -> str | None:
@@ -459,31 +518,76 @@ def vmem_bytes(variant: Variant, problem: Problem, chip: Chip) -> int:
     """VMEM that the kernel of a variant takes, in bytes, from above.
 
     Scratch and pipelined blocks are exact; what the compiler spills is not known before it has
-    compiled, so the most that was seen over the space is allowed for.
+    compiled, so ``_spill_bytes`` allows for it.
     """
-    size = {"bfloat16": 2, "float32": 4}
-    streams, chunk, packs = variant.streams, variant.chunk, variant.packs
-    items = streams * variant.chunks
+    return (
+        _scratch_bytes(variant, problem)
+        + _window_bytes(variant, problem)
+        + _spill_bytes(variant, problem, chip)
+    )
+
+
+def _scratch_bytes(variant: Variant, problem: Problem) -> int:
+    """The states, and two slots of what the stages hand over."""
+    chunk = variant.chunk
     key_dim, value_dim = _whole_registers(problem)
-    operand, element = size["float32" if problem.exact else "bfloat16"], size[problem.dtype]
-    state = streams * key_dim * value_dim * 4
-    pack = (key_dim + 2 * chunk) * LANES * size[variant.inverse_dtype]
-    pack += chunk * LANES * 4 + 8 * key_dim * 4
-    handover = 2 * (items * 2 * chunk * key_dim * operand + packs * pack)
-    key_heads = max(variant.heads // (problem.value_heads // problem.heads), 1)
-    blocks = variant.rows * key_heads * variant.chunks * chunk * 2 * key_dim * element
-    row = 2 * value_dim * element + key_dim * size[problem.gate_dtype]
-    row += variant.keep_corrected * value_dim * element + variant.keep_gate * key_dim * 4
-    blocks += items * chunk * row + max(packs, 8) * LANES * 4
-    if variant.states != "none":
-        blocks += items * key_dim * value_dim * size[variant.states]
-    if variant.keep_inverse:
-        blocks += packs * chunk * LANES * operand
-    if problem.gate != "log_decay":
-        blocks += variant.heads * 8 * key_dim * 4
-    spill = _SPILL_BYTES_PER_PACK.get(chip.name, _OTHER_SPILL_BYTES_PER_PACK)
+    operand, inverse = _operand_bytes(problem), _BYTES[variant.inverse_dtype]
+    state = variant.streams * key_dim * value_dim * 4
+    item = 2 * chunk * key_dim * operand
+    pack = (key_dim + 2 * chunk) * LANES * inverse + chunk * LANES * 4 + 8 * key_dim * 4
+    return state + 2 * (variant.streams * variant.chunks * item + variant.packs * pack)
+
+
+def _spill_bytes(variant: Variant, problem: Problem, chip: Chip) -> int:
+    """Registers that are put aside, from above."""
+    of = _SCHEDULERS[chip.name]
+    held = 2 if problem.exact else int(variant.inverse_dtype == "float32")
+    key_dim, value_dim = _whole_registers(problem)
+    lanes = of.key_spills[variant.decay] * key_dim + of.past_spills * (key_dim - LANES)
+    lanes += of.chunk_spills[held] * variant.chunk + of.value_spills[held] * value_dim
     spans = (variant.recurrence_span, variant.relation_span or variant.recurrence_span)
-    if min(spans) < _NARROW_SPAN:
-        spill *= _NARROW_SPILLS
-    spill = spill * max(key_dim, value_dim) // LANES * operand // 2
-    return state + handover + 2 * blocks + _LEAST_SPILL_BYTES + packs * spill
+    crowded = _NARROW_SPILLS if min(spans) < _NARROW_SPAN else 1
+    states = of.state_spills * variant.streams * key_dim * value_dim * 4
+    return round(of.spills * MIB + (variant.packs * LANES * 4 * lanes + states) * crowded)
+
+
+def _operand_bytes(problem: Problem) -> int:
+    """Of what products take, and stages hand over."""
+    return 4 if problem.exact else 2
+
+
+def _window_bytes(variant: Variant, problem: Problem) -> int:
+    """Two buffers of every block that the grid steps through."""
+    key_dim, value_dim = _whole_registers(problem)
+    element = _BYTES[problem.dtype]
+    ratio = problem.value_heads // problem.heads
+    key_heads = max(variant.heads // ratio, 1)
+    flat = problem.layout == "BTHD" and all(
+        heads * width % LANES == 0 or heads == whole
+        for heads, whole, width in (
+            (key_heads, problem.heads, problem.key_dim),
+            (variant.heads, problem.value_heads, problem.key_dim),
+            (variant.heads, problem.value_heads, problem.value_dim),
+        )
+    )
+
+    def lanes(heads: int, width: int) -> int:
+        return _in_lanes(heads * width) if flat else heads * _in_lanes(width)
+
+    keys = lanes(variant.heads, problem.key_dim)
+    values = lanes(variant.heads, problem.value_dim)
+    token = 2 * lanes(key_heads, problem.key_dim) * element
+    token += keys * _BYTES[problem.gate_dtype] + 2 * values * element
+    token += variant.keep_corrected * values * element + variant.keep_gate * keys * 4
+    block = variant.rows * variant.block_tokens * token
+    # beta, whose few rows lie in a tile of 1, 2, 4 or 8
+    packs = variant.packs
+    block += (1 << (packs - 1).bit_length() if packs < 8 else -(-packs // 8) * 8) * LANES * 4
+    if variant.states != "none":
+        block += variant.streams * variant.chunks * key_dim * value_dim * _BYTES[variant.states]
+    if variant.keep_inverse:
+        block += packs * variant.chunk * LANES * _operand_bytes(problem)
+    # a block that no step changes has one buffer
+    buffers = 2 - (variant.heads == problem.value_heads)
+    rates = variant.heads * 2 * key_dim * 4 if problem.gate != "log_decay" else 0
+    return 2 * block + buffers * rates

@@ -91,8 +91,11 @@ def _measure(
     import jax
 
     asked = Problem.from_dict(problem)
-    values = operands.draw(asked, _SEED)
-    arguments = [values.get(name) for name in operands.inputs(asked)]
+    values = operands.in_layout(operands.draw(asked, _SEED), asked)
+    arguments = [
+        None if given is None else values[name].reshape(given[0])
+        for name, given in operands.projected(asked).items()
+    ]
     calls: dict[str, Callable[[], Any]] = {}
     for index, fields in enumerate(variants):
         forward = offline.forward_of(asked, Variant.from_dict(fields), get_chip(chip))

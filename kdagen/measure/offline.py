@@ -49,7 +49,7 @@ def run(chip: str, problem: dict[str, Any], variant: dict[str, Any]) -> dict[str
     predicted = model.predict(kernel, steps=steps)
     report = kernel.report()
     bytes_in, bytes_out = _moved(kernel, steps)
-    floor = operands.floor_bytes(asked)
+    floor = operands.floor_bytes(asked) + operands.residual_bytes(asked, how)
     loop = report.main_loop
     rounds = loop.rounds + 1 if loop else 1
     return {
@@ -68,12 +68,26 @@ def run(chip: str, problem: dict[str, Any], variant: dict[str, Any]) -> dict[str
 
 
 def forward_of(problem: Problem, variant: Variant, chip: Chip) -> Callable[..., Any]:
-    """The generated ``forward`` of the array operands alone, its constants bound."""
+    """The generated ``forward`` of the array operands alone, its constants bound.
+
+    It takes ``operands.projected``. In layout "BTHD" it gives heads side by side too, in the output
+    as in residuals, since a backward takes them so.
+    """
     module = load(generate(problem, variant, chip))
     constants = operands.scalars(problem)
+    shapes = [given and given[0] for given in operands.inputs(problem).values()]
 
     def forward(*arguments: Any) -> Any:
-        return module.forward(*arguments, **constants)
+        given = [x if x is None else x.reshape(s) for x, s in zip(arguments, shapes, strict=True)]
+        results = module.forward(*given, **constants)
+        if problem.layout == "HBTD":
+            return results
+        flat = {
+            name: x.reshape(problem.batch, problem.tokens, -1)
+            for name in ("output", "corrected", "gate")
+            if (x := getattr(results, name)) is not None
+        }
+        return results._replace(**flat)
 
     return forward
 
@@ -84,8 +98,8 @@ def shortened(problem: Problem, variant: Variant) -> Problem:
     return dataclasses.replace(problem, tokens=problem.tokens - missing * variant.block_tokens)
 
 
-def compiled(problem: Problem, variant: Variant, chip: Chip) -> list[Schedule]:
-    """The schedules of a call's operations, compiled at the problem's own length.
+def program(problem: Problem, variant: Variant, chip: Chip) -> aot.CompiledFor:
+    """A call compiled at the problem's own length.
 
     Raises:
       CompileError: the compiler refused.
@@ -94,12 +108,21 @@ def compiled(problem: Problem, variant: Variant, chip: Chip) -> list[Schedule]:
 
     structs = [
         None if given is None else jax.ShapeDtypeStruct(*given)
-        for given in operands.inputs(problem).values()
+        for given in operands.projected(problem).values()
     ]
     forward = forward_of(problem, variant, chip)
-    program = aot.compile_for(chip, forward, structs, keep_in_hbm=True)
-    assert program.dump_dir is not None
-    return read_schedules(program.dump_dir, chip)
+    return aot.compile_for(chip, forward, structs, keep_in_hbm=True)
+
+
+def compiled(problem: Problem, variant: Variant, chip: Chip) -> list[Schedule]:
+    """The schedules of the operations of ``program``.
+
+    Raises:
+      CompileError: the compiler refused.
+    """
+    made = program(problem, variant, chip)
+    assert made.dump_dir is not None
+    return read_schedules(made.dump_dir, chip)
 
 
 def _blocks(problem: Problem, variant: Variant) -> int:

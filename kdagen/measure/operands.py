@@ -8,9 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from kdagen.kernels.tiling import LANES
 from kdagen.problem import Problem
+from kdagen.variant import Variant
 
 BYTES = {"bfloat16": 2, "float32": 4}
+
+_PER_TOKEN = ("query", "key", "value", "gate")
 
 Shaped = dict[str, tuple[tuple[int, ...], str]]
 
@@ -43,13 +47,26 @@ def inputs(problem: Problem) -> dict[str, tuple[tuple[int, ...], str] | None]:
     }
 
 
+def projected(problem: Problem) -> dict[str, tuple[tuple[int, ...], str] | None]:
+    """``inputs`` as the projections of a model give them: in layout "BTHD" with the heads side by
+    side, [B, T, H * D], which is another arrangement in memory than [B, T, H, D]."""
+    given = inputs(problem)
+    if problem.layout == "BTHD":
+        for name in _PER_TOKEN:
+            shaped = given[name]
+            assert shaped is not None
+            (batch, tokens, heads, width), dtype = shaped
+            given[name] = ((batch, tokens, heads * width), dtype)
+    return given
+
+
 def in_layout(values: dict[str, Any], problem: Problem) -> dict[str, Any]:
     """Operands of layout "HBTD" in that of the problem."""
     import jax.numpy as jnp
 
     if problem.layout == "HBTD":
         return values
-    moved = ("query", "key", "value", "gate", "beta")
+    moved = (*_PER_TOKEN, "beta")
     return {name: jnp.moveaxis(x, 0, 2) if name in moved else x for name, x in values.items()}
 
 
@@ -74,6 +91,24 @@ def floor_bytes(problem: Problem) -> int:
     """HBM bytes of a call that reads each operand once and writes each result once."""
     arrays = [*inputs(problem).values(), *outputs(problem).values()]
     return sum(prod(shape) * BYTES[dtype] for shape, dtype in filter(None, arrays))
+
+
+def residual_bytes(problem: Problem, variant: Variant) -> int:
+    """HBM bytes of what a forward keeps for a backward, see ``kdagen.kernels.forward.Results``."""
+    whole = lambda width: -(-width // LANES) * LANES  # noqa: E731
+    streams = problem.batch * problem.value_heads
+    chunks = -(-problem.tokens // variant.block_tokens) * variant.chunks
+    total = 0
+    if variant.states != "none":
+        state = whole(problem.key_dim) * whole(problem.value_dim) * BYTES[variant.states]
+        total += streams * chunks * state
+    if variant.keep_inverse:
+        total += streams * chunks * variant.chunk**2 * (4 if problem.exact else 2)
+    if variant.keep_corrected:
+        total += streams * problem.tokens * problem.value_dim * BYTES[problem.dtype]
+    if variant.keep_gate:
+        total += streams * problem.tokens * problem.key_dim * 4
+    return total
 
 
 def draw(problem: Problem, seed: int) -> dict[str, Any]:

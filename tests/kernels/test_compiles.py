@@ -9,14 +9,14 @@ import pytest
 
 from kdagen.chips import CHIPS
 from kdagen.compiler.aot import worker_environment
-from tests.kernels.compile_points import POINTS
+from tests.kernels.compile_points import LENGTHS, POINTS
 
 PROGRAM = Path(__file__).parent / "compile_points.py"
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    """Per chip and point, what ``compile_points.outcome`` found, in a process of its own."""
+def found(tmp_path_factory):
+    """What ``compile_points`` writes, in a process of its own."""
     folder = tmp_path_factory.mktemp("compiles")
     dump = tmp_path_factory.mktemp("dump")
     environment = worker_environment(dump)
@@ -34,6 +34,12 @@ def outcomes(tmp_path_factory):
     return json.loads((folder / "outcomes.json").read_text())
 
 
+@pytest.fixture(scope="module")
+def outcomes(found):
+    """Of every point on every chip."""
+    return found["points"]
+
+
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("name", POINTS)
 def test_what_check_passes_the_compiler_takes(outcomes, name, chip):
@@ -42,6 +48,23 @@ def test_what_check_passes_the_compiler_takes(outcomes, name, chip):
     if "violation" not in found:
         assert found["vmem_bytes"] <= found["estimated_bytes"]
         assert found["vmem_bytes"] <= found["vmem_limit_bytes"]
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("name", POINTS)
+def test_each_operand_is_read_once_and_each_result_written_once(outcomes, name, chip):
+    found = outcomes[chip][name]
+    if found.get("dense"):
+        moved = found["moved_bytes"] / found["floor_bytes"]
+        assert 0.99 < moved < 1.3
+        assert found["moves"] == []
+
+
+def test_a_longer_sequence_takes_no_more_code_or_vmem(found):
+    short, long = found["lengths"]
+    assert LENGTHS[1] == 64 * LENGTHS[0]
+    assert long == short
+    assert short["bundles"] > 1000 and short["vmem_bytes"] > 1 << 20
 
 
 @pytest.mark.parametrize("name", POINTS)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from kdagen.measure import operands
+from kdagen.chips import get_chip
+from kdagen.measure import offline, operands
 from kdagen.problem import Problem
+from kdagen.variant import Variant, check
 
 TRAIN = Problem(tokens=8192, heads=32, gate="bounded", lower_bound=-5.0, qk_l2norm=True)
 
@@ -42,6 +46,48 @@ def test_floor_is_each_operand_once() -> None:
     per_token_head = (4 * 128 + 128) * 2 + 2
     rest = 32 * 4 + 32 * 128 * 4
     assert operands.floor_bytes(TRAIN) == 8192 * 32 * per_token_head + rest
+
+
+def test_projections_lay_heads_side_by_side() -> None:
+    problem = Problem(tokens=7, heads=2, value_heads=4, key_dim=64, value_dim=32, layout="BTHD")
+    given = operands.projected(problem)
+    assert [given[name] for name in ("query", "value", "gate", "beta")] == [
+        ((1, 7, 2 * 64), "bfloat16"),
+        ((1, 7, 4 * 32), "bfloat16"),
+        ((1, 7, 4 * 64), "bfloat16"),
+        ((1, 7, 4), "bfloat16"),
+    ]
+    heads_first = dataclasses.replace(problem, layout="HBTD")
+    assert operands.projected(heads_first) == operands.inputs(heads_first)
+
+
+@pytest.mark.parametrize("layout", ["HBTD", "BTHD"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_residual_bytes_are_those_of_what_is_kept(layout: str, dtype: str) -> None:
+    import jax
+
+    problem = Problem(
+        tokens=300, heads=1, value_heads=2, batch=2, key_dim=64, value_dim=129, dtype=dtype,
+        layout=layout, residuals="save",
+    )  # fmt: skip
+    variant = Variant(
+        heads=2, chunks=2, decay="tree", sub_block=1, inverse_block=4, inverse_dtype="float32",
+        states="bfloat16", keep_inverse=True, keep_corrected=True, keep_gate=True,
+    )  # fmt: skip
+    chip = get_chip("v6e")
+    assert check(variant, problem, chip) is None
+    structs = [
+        given and jax.ShapeDtypeStruct(*given) for given in operands.projected(problem).values()
+    ]
+    made = jax.eval_shape(offline.forward_of(problem, variant, chip), *structs)
+    kept = jax.tree.leaves(made._replace(output=None, final_state=None))
+    assert len(kept) == 4
+    expected = sum(x.size * x.dtype.itemsize for x in kept)
+    assert operands.residual_bytes(problem, variant) == expected
+    assert (
+        operands.residual_bytes(problem, dataclasses.replace(variant, keep_gate=False)) < expected
+    )
+    assert operands.residual_bytes(problem, Variant()) == 0
 
 
 @pytest.mark.parametrize("gate", ["bounded", "softplus", "log_decay"])

@@ -41,12 +41,11 @@ def layer(implementation: str, weights: dict[str, Any], x: Any) -> Any:
     return output.reshape(BATCH, TOKENS, HEADS * WIDTH) @ weights["output"]
 
 
-def moves(text: str) -> list[tuple[str, str]]:
-    """Opcode and result of every operation of a compiled program that moves a whole tensor.
+def moves(text: str, whole: int = BATCH * TOKENS * HEADS * WIDTH) -> list[tuple[str, str]]:
+    """Opcode and result of every operation of a compiled program that moves ``whole`` elements.
 
     An operation inside a fusion counts as well: a fused transpose is one all the same.
     """
-    whole = BATCH * TOKENS * HEADS * WIDTH
     found = []
     for shape, opcode in re.findall(r"= \(?(\w+\[[\d,]*\])\S* ([\w-]+)\(", text):
         sizes = [int(n) for n in re.findall(r"\d+", shape.split("[")[1])]
