@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from kdagen.runtime.arguments import Call, check_call
-from kdagen.runtime.autodiff import Outputs, Rule, attend
+from kdagen.runtime.autodiff import Outputs, attend
+from kdagen.runtime.implementations import ByPlatform, Chunked, Implementation, Recurrent
 from kdagen.runtime.target import NoKernelError, Target, find_target, warn_once
 
 
@@ -77,8 +78,9 @@ def kimi_delta_attention(
       context_parallel: None; no implementation of this version runs context parallel.
       layout: "HBTD" or "BTHD".
       residuals: what is kept for the gradient: "save" (the default) the inputs and the states at
-        the start of every chunk, "rematerialize" the inputs only. They carry the checkpoint names
-        "kda_chunk_states" and "kda_query", "kda_key" and so on.
+        the start of every chunk, "rematerialize" the inputs only, from which the gradient makes the
+        states again. They carry the checkpoint names "kda_chunk_states" and "kda_query", "kda_key"
+        and so on.
       implementation: "pallas" (generated TPU kernels; interpreted on other platforms),
         "xla_chunked" (chunk form in plain JAX), "recurrent" (token by token), tokamax's "mosaic"
         and "xla" for the first and the last, a sequence of names tried in order, or None: "pallas"
@@ -94,8 +96,9 @@ def kimi_delta_attention(
 
     It can be differentiated once, in reverse, in query, key, value, gate, beta, a_log,
     delta_time_bias and initial_state; differentiating twice raises NotImplementedError. A gradient
-    that is not asked for is not computed. The kernels of this version compute the forward pass
-    only: the gradient of a "pallas" call is that of "xla_chunked", recomputed from the inputs.
+    that is not asked for is not computed. The gradient of a "pallas" call is a kernel of its own.
+    Under `jax.vmap` what is mapped becomes batch rows of one kernel; mapped a_log and
+    delta_time_bias, and their gradients, run one after another.
 
     A bfloat16 kernel forms and applies its triangular inverse in bfloat16, which is not enough for
     nearly parallel or repeated keys with beta near 1 and little decay (errors of 3e-2 and more). A
@@ -116,7 +119,7 @@ def kimi_delta_attention(
         context_parallel=context_parallel, layout=layout, residuals=residuals,
         implementation=implementation,
     )  # fmt: skip
-    output, final = attend(_rule(call, find_target()), call.operands, call.boundaries)
+    output, final = attend(_implementation(call, find_target()), call.operands, call.boundaries)
     if call.valid is not None:
         # Multiplied rather than selected, so that the gradients of such a row are NaN as well.
         poison = jnp.where(call.valid, 1.0, jnp.nan)
@@ -127,7 +130,7 @@ def kimi_delta_attention(
     return output, final
 
 
-def _rule(call: Call, target: Target) -> Rule:
+def _implementation(call: Call, target: Target) -> Implementation:
     """The first implementation that serves the call.
 
     In order: those that were asked for; with none, the kernels where a TPU is targeted, then the
@@ -141,43 +144,38 @@ def _rule(call: Call, target: Target) -> Rule:
     reasons: list[str] = []
     for name in names:
         if name != "pallas":
-            _warn(reasons, name)
-            return Rule(name, call.options)
+            for reason in reasons:
+                warn_once(_fallback(reason, name))
+            return Chunked(call.options) if name == "xla_chunked" else Recurrent(call.options)
         if len(names) > 1 and not target.is_tpu:
             reasons.append(f"no TPU is targeted: {target.description}")
             continue
-        try:
-            from kdagen.runtime import pallas
+        from kdagen.runtime import pallas
 
-            kernel = pallas.kernel_for(call, target)
+        try:
+            return pallas.kernel_for(call, target)
         except NoKernelError as error:
             if names == ("pallas",):
                 raise
             reasons.append(str(error))
-            continue
-        return Rule("pallas", call.options, kernel)
     raise NoKernelError("; ".join(dict.fromkeys(reasons)))
 
 
-def _by_platform(call: Call) -> Rule:
-    """Both implementations, for a trace that may or may not be for a TPU."""
+def _by_platform(call: Call) -> Implementation:
+    """For a trace that may or may not be for a TPU."""
     from kdagen.runtime import pallas
 
+    chunked = Chunked(call.options)
     try:
         kernel = pallas.portable_kernel(call, interpret=False)
     except NoKernelError as error:
-        return Rule("xla_chunked", call.options, notes=(_fallback(str(error), "xla_chunked"),))
+        return ByPlatform(chunked, chunked, (_fallback(str(error), "xla_chunked"),))
     note = (
         "kimi_delta_attention was traced without knowing of the TPU that it is now lowered for: it "
         "runs on a default kernel that is legal on every chip. To have the tuned one, trace under "
         "jax.set_mesh of a mesh of its devices."
     )
-    return Rule("by_platform", call.options, kernel, (note,))
-
-
-def _warn(reasons: list[str], name: str) -> None:
-    for reason in reasons:
-        warn_once(_fallback(reason, name))
+    return ByPlatform(kernel, chunked, (note,))
 
 
 def _fallback(reason: str, name: str) -> str:

@@ -8,45 +8,130 @@ from typing import Any
 import jax
 
 from kdagen.chips import CHIPS, Chip, get_chip
+from kdagen.gradient.variant import Request
 from kdagen.problem import Problem
 from kdagen.reference.layout import heads_first_shape
-from kdagen.reference.options import Options
+from kdagen.reference.options import PER_TOKEN, Options
 from kdagen.reference.varying import varying_alike
 from kdagen.runtime.arguments import Call
+from kdagen.runtime.batching import over_rows
 from kdagen.runtime.dispatch import choose, portable_choice
-from kdagen.runtime.target import NoKernelError, Target
-from kdagen.variant import LANES, Variant, check
+from kdagen.runtime.implementations import Chunked, Computed, Cotangents, Kept, Operands
+from kdagen.runtime.target import NoKernelError, Target, warn_once
+from kdagen.runtime.training import Pair, pair
+from kdagen.variant import LANES, Variant, VariantError, check, default_variant
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """A chosen variant of the fused forward for one problem; hashable, so that jit knows it again.
+class Fused:
+    """The fused kernels for one problem.
 
     Attributes:
-      problem, variant: what is computed, and how.
-      chip: name of the chip that it is generated for.
+      problem, options: what is computed.
+      chip: name of the chip that they are generated for.
       interpret: run by Pallas' interpreter, on any platform.
+      forward_variant: how the forward runs, None until it is settled.
+      pair: of a differentiated call, the backward and the forward that serves it; None until it is
+        settled and where no backward kernel serves, whose gradient is then that of the chunk form.
+      portable: legal on every chip, and not to be tuned.
     """
 
     problem: Problem
-    variant: Variant
+    options: Options
     chip: str
-    interpret: bool
+    interpret: bool = False
+    forward_variant: Variant | None = None
+    pair: Pair | None = None
+    portable: bool = False
 
-    def __call__(
-        self, operands: dict[str, jax.Array | None], options: Options
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Output, in value's shape, and final state [B, 1, HV, K, V] or None."""
+    def settled(self, differentiated: bool) -> Fused:
+        """With tuned variants, or those that there are: `kdagen.runtime.dispatch.choose`."""
+        chip = get_chip(self.chip)
+        chosen = self.forward_variant or choose(self.problem, chip).variant
+        if not differentiated:
+            return replace(self, forward_variant=chosen)
+        chips = (chip, *CHIPS.values()) if self.portable else (chip,)
+        try:
+            found = pair(self.problem, chosen, chips, small=self.interpret)
+        except NoKernelError as error:
+            warn_once(f"the gradient of kimi_delta_attention runs on 'xla_chunked': {error}")
+            return replace(self, forward_variant=chosen)
+        return replace(self, forward_variant=chosen, pair=found)
+
+    def forward(self, operands: Operands, boundaries: jax.Array | None, keep: bool) -> Computed:
+        assert boundaries is None and self.forward_variant is not None
+        if keep and self.pair is not None and self.options.residuals == "save":
+            results = self._forward(self.pair.problem, self.pair.forward, operands)
+        else:
+            results = self._forward(self.problem, self.forward_variant, operands)
+        kept = {name: x for name, x in results.items() if name in _KEPT and x is not None}
+        output = results["output"]
+        assert output is not None
+        return Computed(output, results["final_state"], kept)
+
+    def _forward(self, problem: Problem, variant: Variant, operands: Operands) -> Operands:
         from kdagen.generate import generate, load
 
-        module = load(generate(self.problem, self.variant, get_chip(self.chip)))
-        results = module.forward(
-            **varying_alike(operands),
-            scale=options.scale,
-            lower_bound=options.lower_bound,
-            interpret=self.interpret,
+        module = load(generate(problem, variant, get_chip(self.chip)))
+
+        def run(operands: Operands) -> Operands:
+            results = module.forward(**operands, **self._constants())
+            return {_FIELDS.get(name, name): x for name, x in results._asdict().items()}
+
+        return over_rows(run, self._rows())(varying_alike(operands))
+
+    def backward(
+        self,
+        operands: Operands,
+        boundaries: jax.Array | None,
+        kept: Kept,
+        cotangents: Cotangents,
+        wanted: tuple[str, ...],
+    ) -> dict[str, jax.Array]:
+        if self.pair is None:
+            chunked = Chunked(self.options)
+            return chunked.backward(operands, boundaries, kept, cotangents, wanted)
+        from kdagen.generate import load
+        from kdagen.gradient import source
+
+        if not kept:
+            found = self._forward(self.pair.problem, self.pair.forward, operands)
+            kept = {name: x for name, x in found.items() if name in _KEPT and x is not None}
+        request = Request.of(
+            wanted,
+            output_cotangent=cotangents.output is not None,
+            state_cotangent=cotangents.final_state is not None,
         )
-        return results.output, results.final_state
+        chip = get_chip(self.chip)
+        module = load(source.generate(self.pair.problem, request, self.pair.backward, chip))
+        taken = [*PER_TOKEN, "a_log", "delta_time_bias"]
+        given = {name: operands[name] for name in taken}
+        given |= {argument: kept.get(name) for name, argument in _KEPT.items()}
+        given |= {"d_output": cotangents.output, "d_final": cotangents.final_state}
+
+        def run(arguments: Operands) -> Operands:
+            return module.backward(**arguments, **self._constants())
+
+        return over_rows(run, self._rows())(varying_alike(given))
+
+    def _constants(self) -> dict[str, Any]:
+        return {
+            "scale": self.options.scale,
+            "lower_bound": self.options.lower_bound,
+            "interpret": self.interpret,
+        }
+
+    def _rows(self) -> dict[str, int]:
+        """The axis of the batch rows in every array that has them."""
+        per_token = (*PER_TOKEN, "output", "corrected", "d_output")
+        of_row = ("initial_state", "final_state", "chunk_states", "states", "inverse", "d_final")
+        axis = 1 if self.options.layout == "HBTD" else 0
+        return {**dict.fromkeys(per_token, axis), **dict.fromkeys(of_row, 0)}
+
+
+# What a forward keeps, by its name for `checkpoint_name`, and what the backward calls it.
+_KEPT = {"chunk_states": "states", "inverse": "inverse", "corrected": "corrected"}
+_FIELDS = {argument: name for name, argument in _KEPT.items()}
 
 
 def problem_of(call: Call) -> Problem:
@@ -94,11 +179,11 @@ def _given(operands: dict[str, Any], name: str) -> jax.Array:
     return operands[name]
 
 
-def portable_kernel(call: Call, *, interpret: bool) -> Kernel:
-    """A kernel that is legal on every chip, for a trace that does not know its own.
+def portable_kernel(call: Call, *, interpret: bool) -> Fused:
+    """Kernels that are legal on every chip, for a trace that does not know its own.
 
-    Interpreted, it has as few chunk-heads in flight as can be: the interpreter compiles the whole
-    unrolled program for the host, and nothing is gained by a larger one.
+    Interpreted, they have as few chunk-heads in flight as can be: the interpreter compiles the
+    whole unrolled program for the host, and nothing is gained by a larger one.
 
     Raises:
       NoKernelError: there is none.
@@ -109,10 +194,10 @@ def portable_kernel(call: Call, *, interpret: bool) -> Kernel:
     if interpret:
         small = replace(variant, heads=1, rows=1, chunks=LANES // variant.chunk)
         variant = small if check(small, problem, chip) is None else variant
-    return Kernel(problem, variant, chip.name, interpret)
+    return Fused(problem, call.options, chip.name, interpret, variant, portable=True)
 
 
-def kernel_for(call: Call, target: Target) -> Kernel:
+def kernel_for(call: Call, target: Target) -> Fused:
     """The kernel that serves a call on a target: on a TPU, compiled; elsewhere, interpreted.
 
     Raises:
@@ -121,7 +206,11 @@ def kernel_for(call: Call, target: Target) -> Kernel:
     if not target.is_tpu:
         return portable_kernel(call, interpret=True)
     problem, chip = problem_of(call), _chip_of(target)
-    return Kernel(problem, choose(problem, chip).variant, chip.name, interpret=False)
+    try:
+        default_variant(problem, chip)
+    except VariantError as error:
+        raise NoKernelError(str(error)) from error
+    return Fused(problem, call.options, chip.name)
 
 
 def _chip_of(target: Target) -> Chip:

@@ -34,7 +34,10 @@ def _compiled(static: tuple[tuple[str, Any], ...], gradients: bool) -> Any:
         (output, state), pull = jax.vjp(forward, operands)
         return {"output": output, "final_state": state, **pull((d_output, d_state))[0]}
 
-    return jax.jit(run)
+    if options.get("implementation") != "pallas":
+        return jax.jit(run)
+    # an interpreted kernel is a large program, and runs for a moment
+    return jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def results(case: Case, *, gradients: bool = True, **options: Any) -> dict[str, jax.Array]:

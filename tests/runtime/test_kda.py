@@ -51,10 +51,10 @@ def heads_last(tensors):
 
 
 @pytest.mark.parametrize("implementation", ["xla_chunked", "recurrent"])
-@pytest.mark.parametrize("boundaries", [None, [[0, 70, 73, 80], [0, 0, 40, 90]]])
+@pytest.mark.parametrize("boundaries", [None, [[0, 11, 14, 18], [0, 0, 9, 20]]])
 def test_layouts_agree_and_gradients_have_the_layout_of_the_call(implementation, boundaries):
     case = make_case(
-        raw=True, tokens=90, width_k=8, width_v=12, batch=2, value_heads=4, boundaries=boundaries
+        raw=True, tokens=20, width_k=8, width_v=12, batch=2, value_heads=4, boundaries=boundaries
     )
     other = dataclasses.replace(
         case, operands=heads_last(case.operands), d_output=jnp.moveaxis(case.d_output, 0, 2)
@@ -143,12 +143,14 @@ def test_scan_over_layers_with_checkpoint(case, gradients):
         same(found, jax.tree.map(lambda x: 3 * x, gradients), 1e-4)
 
 
-def test_states_are_kept_under_their_name(case):
+@pytest.mark.parametrize("implementation", ["xla_chunked", "pallas"])
+def test_states_are_kept_under_their_name(case, implementation):
     from jax.ad_checkpoint import print_saved_residuals  # prints; there is no public reader
 
     policy = jax.checkpoint_policies.save_only_these_names(STATES_NAME)
     for residuals, kept in (("save", True), ("rematerialize", False)):
-        f = jax.checkpoint(functools.partial(loss, case, residuals=residuals), policy=policy)
+        static = dict(residuals=residuals, implementation=implementation)
+        f = jax.checkpoint(functools.partial(loss, case, **static), policy=policy)
         text = io.StringIO()
         with contextlib.redirect_stdout(text):
             print_saved_residuals(f, case.operands)
@@ -172,7 +174,7 @@ def test_x64(case, gradients):
         same(found, gradients)
 
 
-@pytest.mark.parametrize("implementation", ["xla_chunked", "recurrent"])
+@pytest.mark.parametrize("implementation", ["xla_chunked", "recurrent", "pallas"])
 def test_a_second_derivative_is_refused_by_name(case, implementation):
     def once(value):
         operands = {**case.operands, "value": value}
