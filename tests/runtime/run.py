@@ -34,9 +34,7 @@ def _compiled(static: tuple[tuple[str, Any], ...], gradients: bool) -> Any:
         (output, state), pull = jax.vjp(forward, operands)
         return {"output": output, "final_state": state, **pull((d_output, d_state))[0]}
 
-    if options.get("implementation") != "pallas":
-        return jax.jit(run)
-    # an interpreted kernel is a large program, and runs for a moment
+    # hardly optimised, since it runs for a moment
     return jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})
 
 

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.reference.cases import assert_close, make_case
+from kdagen.measure import kinds, operands, verify
+from kdagen.problem import DTYPES, GATES, Problem
+from tests.reference.cases import Case, assert_close, make_case
 from tests.runtime.run import results
 
 PACKED = dict(batch=2, heads=2, value_heads=4, tokens=70, width_k=24, width_v=20)
@@ -14,18 +16,24 @@ PACKING = [[0, 3, 3, 40, 60], [0, 0, 64, 65, 70]]
 RAW = [dict(raw=True), dict(raw=True, lower_bound=-5.0)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("gate", ["0", "-0.001", "-1", "-5", "-20", "random", "resets"])
-def test_any_log_decay(gate, dtype):
-    case = make_case(gate=gate, dtype=dtype)
-    assert_close(results(case, implementation="xla_chunked"), case)
-
-
-@pytest.mark.parametrize("beta", [0.98, 1.9])
-@pytest.mark.parametrize("key", ["parallel", "repeated"])
-def test_ill_conditioned_keys(key, beta):
-    case = make_case(gate="-0.001", key=key, beta=beta)
-    assert_close(results(case, implementation="xla_chunked"), case, ill_conditioned=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gate", GATES)
+def test_data_of_every_kind(gate, dtype):
+    problem = Problem(
+        tokens=150, heads=1, key_dim=48, value_dim=40, dtype=dtype, gate=gate,
+        lower_bound=-5.0 if gate == "bounded" else None, qk_l2norm=True, initial_state=True,
+        final_state=True, precision="highest",
+    )  # fmt: skip
+    every = kinds.every(problem)
+    problem = kinds.with_heads(problem, every)
+    values, rng = kinds.draw(problem, every), np.random.RandomState(0)
+    d_output, d_state = (
+        jnp.asarray(rng.randn(*shape), dtype) for shape, dtype in operands.outputs(problem).values()
+    )
+    case = Case(values, verify.static_arguments(problem), d_output, 0.1 * d_state)
+    found = results(case, implementation="xla_chunked")
+    wrong = kinds.outside(problem, kinds.errors(problem, every, found, case.reference()))
+    assert not wrong, f"error and bound: {wrong}"
 
 
 @pytest.mark.parametrize(
