@@ -13,6 +13,7 @@ from kdagen.emission import ORDERS, Plan, plan
 from kdagen.errors import KdagenError
 from kdagen.kernels.tiling import LANES
 from kdagen.problem import Problem, canonical_json
+from kdagen.schedulers import SCHEDULERS, Products
 
 MIB = 1 << 20
 
@@ -28,73 +29,6 @@ SUB_BLOCKS = {"bounded": (16, 32), "unbounded": (8,), "tree": (1,)}
 _BYTES = {"bfloat16": 2, "float32": 4}
 _EMISSION = ("recurrence_span", "inverse_span", "relation_span", "lag", "order")
 _CHUNKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32)
-
-
-@dataclass(frozen=True)
-class _Scheduler:
-    """What the compiler makes of a kernel, fitted to random points of the space.
-
-    benchmarks/compile_sample.py holds it against others. Bundles are about right; spills are a
-    bound from above.
-
-    Attributes:
-      loop: bundles of a loop whatever it does.
-      unit: those of 64 tokens of a head at K = V = 128, by factorisation, of bfloat16 and of
-        float32 operands.
-      wide_inverse: what an inverse in float32 adds to bfloat16.
-      spills: MiB whatever the kernel does.
-      key_spills: f32 tensors [128, K] that a pack spills, by factorisation; past_spills: how many
-        more of them, as far as K is above 128.
-      chunk_spills, value_spills: f32 tensors [128, C] and [128, V], of a bfloat16 inverse, a
-        float32 one, and float32 operands.
-      state_spills: states, of every stream.
-    """
-
-    loop: int
-    unit: dict[str, tuple[int, int]]
-    wide_inverse: int
-    spills: float
-    key_spills: dict[str, float]
-    past_spills: float
-    chunk_spills: tuple[float, float, float]
-    value_spills: tuple[float, float, float]
-    state_spills: float
-
-
-_V4 = _Scheduler(
-    loop=800,
-    unit={"bounded": (500, 1880), "unbounded": (540, 2000), "tree": (880, 2150)},
-    wide_inverse=345,
-    spills=0.42,
-    key_spills={"bounded": 4.7, "unbounded": 6.3, "tree": 8.9},
-    past_spills=4.3,
-    chunk_spills=(4.2, 1.0, 1.0),
-    value_spills=(0.0, 7.0, 8.6),
-    state_spills=0.6,
-)
-_V5 = _Scheduler(
-    loop=1150,
-    unit={"bounded": (310, 1300), "unbounded": (340, 1400), "tree": (480, 1460)},
-    wide_inverse=200,
-    spills=0.4,
-    key_spills={"bounded": 1.2, "unbounded": 3.5, "tree": 10.1},
-    past_spills=5.8,
-    chunk_spills=(2.6, 11.2, 12.2),
-    value_spills=(0.0, 0.0, 4.0),
-    state_spills=0.75,
-)
-_V6 = _Scheduler(
-    loop=1130,
-    unit={"bounded": (230, 1000), "unbounded": (310, 1100), "tree": (350, 1180)},
-    wide_inverse=60,
-    spills=0.32,
-    key_spills={"bounded": 1.8, "unbounded": 3.8, "tree": 10.5},
-    past_spills=6.7,
-    chunk_spills=(2.2, 3.5, 18.3),
-    value_spills=(0.0, 0.8, 4.9),
-    state_spills=1.0,
-)
-_SCHEDULERS = {"v4": _V4, "v5e": _V5, "v5p": _V5, "v6e": _V6, "v7x": _V6}
 
 
 class VariantError(KdagenError, ValueError):
@@ -470,11 +404,8 @@ def _residuals(variant: Variant, problem: Problem, chip: Chip) -> str | None:
 
 def loop_bundles(variant: Variant, problem: Problem, chip: Chip) -> int:
     """About how many bundles the loop of a variant's kernel has."""
-    of = _SCHEDULERS[chip.name]
-    unit = of.unit[variant.decay][problem.exact] * sum(_whole_registers(problem)) / (2 * LANES)
-    if variant.inverse_dtype == "float32" and not problem.exact:
-        unit += of.wide_inverse
-    return round(of.loop + variant.streams * variant.block_tokens / 64 * unit)
+    units = variant.streams * variant.block_tokens / 64
+    return SCHEDULERS[chip.name].bundles(_products(variant, problem), units)
 
 
 def _code_size(variant: Variant, problem: Problem, chip: Chip) -> str | None:
@@ -539,16 +470,23 @@ def _scratch_bytes(variant: Variant, problem: Problem) -> int:
 
 
 def _spill_bytes(variant: Variant, problem: Problem, chip: Chip) -> int:
-    """Registers that are put aside, from above."""
-    of = _SCHEDULERS[chip.name]
-    held = 2 if problem.exact else int(variant.inverse_dtype == "float32")
-    key_dim, value_dim = _whole_registers(problem)
-    lanes = of.key_spills[variant.decay] * key_dim + of.past_spills * (key_dim - LANES)
-    lanes += of.chunk_spills[held] * variant.chunk + of.value_spills[held] * value_dim
+    spill = SCHEDULERS[chip.name].spill_bytes(
+        _products(variant, problem),
+        chunk=variant.chunk,
+        packs=variant.packs,
+        streams=variant.streams,
+    )
     spans = (variant.recurrence_span, variant.relation_span or variant.recurrence_span)
-    crowded = _NARROW_SPILLS if min(spans) < _NARROW_SPAN else 1
-    states = of.state_spills * variant.streams * key_dim * value_dim * 4
-    return round(of.spills * MIB + (variant.packs * LANES * 4 * lanes + states) * crowded)
+    return spill * (_NARROW_SPILLS if min(spans) < _NARROW_SPAN else 1)
+
+
+def _products(variant: Variant, problem: Problem) -> Products:
+    return Products(
+        variant.decay,
+        problem.exact,
+        variant.inverse_dtype == "float32",
+        *_whole_registers(problem),
+    )
 
 
 def _operand_bytes(problem: Problem) -> int:

@@ -20,7 +20,9 @@ from kdagen.variant import (
     check,
     default_variant,
     legal_variants,
+    loop_bundles,
     space,
+    vmem_bytes,
 )
 
 V6E = get_chip("v6e")
@@ -219,3 +221,14 @@ def test_no_default_for_what_is_not_served():
 def test_geometry():
     variant = Variant(chunk=64, heads=8, chunks=3)
     assert (variant.packs, variant.block_tokens) == (12, 192)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_neither_vmem_nor_code_grows_with_the_sequence(chip):
+    variant = Variant(heads=8)
+    short, long = (dataclasses.replace(BOUNDED, tokens=tokens) for tokens in (2048, 131072))
+    for estimate in (vmem_bytes, loop_bundles):
+        at_length = {estimate(variant, problem, get_chip(chip)) for problem in (short, long)}
+        assert len(at_length) == 1
+        more = dataclasses.replace(variant, heads=16)
+        assert estimate(more, short, get_chip(chip)) > max(at_length)
