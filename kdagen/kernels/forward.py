@@ -19,9 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kdagen.kernels import lockstep, recurrence
-from kdagen.kernels.geometry import Cut, Extent, Geometry, gate_rows, padded, widened
+from kdagen.kernels.geometry import Cut, Extent, Geometry, bias, padded, rate, widened
 from kdagen.kernels.inverse import on_diagonal
-from kdagen.kernels.lanes import BF16, F32, index, remainder, stack
+from kdagen.kernels.lanes import BF16, F32, beside, index, remainder, stack
 from kdagen.kernels.tiling import LANES
 
 DRAIN = 2
@@ -88,7 +88,8 @@ class Refs(NamedTuple):
     value: Any
     gate: Any
     beta: Any
-    gate_rows: Any
+    rate: Any
+    bias: Any
     initial: Any
     output: Any
     final: Any
@@ -145,19 +146,33 @@ class Step:
     def gate_rows(self, item: int) -> tuple[jax.Array, jax.Array]:
         """exp(a_log) and the bias of a raw gate, rows [1, KP] f32."""
         *_, head = self._geometry.place(item)
-        return self._refs.gate_rows[head, 0:1, :], self._refs.gate_rows[head, 1:2, :]
+        mine = pl.program_id(1) * self._geometry.heads + head
+        bias = widened(self._refs.bias[pl.ds(mine, 1), :])
+        return jnp.full(bias.shape, self._refs.rate[mine], F32), bias
+
+    def beta(self, pack: int) -> jax.Array:
+        """[1, 128] f32 of the entering block, chunk-heads side by side; 0 past the end."""
+        ref, cut = self._refs.beta, self._cut
+        if not cut.lanes_as_given:
+            return ref[pack : pack + 1, :]
+        return beside(
+            [
+                self._inside(ref[cut.lane_index(item)].astype(F32), self._entering, item, axis=1)
+                for item in self.items(pack)
+            ]
+        )
 
     def inside(self, x: jax.Array, item: int) -> jax.Array:
         """x [C, D] f32 of the entering block, with 0 in rows past the end of the sequence."""
         return self._inside(x, self._entering, item)
 
-    def _inside(self, x: jax.Array, block, item: int) -> jax.Array:
+    def _inside(self, x: jax.Array, block, item: int, axis: int = 0) -> jax.Array:
         geometry, tokens = self._geometry, self._cut.extent.tokens
         if tokens % geometry.block == 0:
             return x
         n, *_ = geometry.place(item)
         left = tokens - block * geometry.block - n * geometry.chunk
-        return jnp.where(index(x.shape, 0) < left, x, 0.0)
+        return jnp.where(index(x.shape, axis) < left, x, 0.0)
 
     def _load(self, ref, where, block, item: int) -> jax.Array:
         return widened(self._inside(ref[where].astype(F32), block, item))
@@ -170,7 +185,7 @@ class Step:
     def store_factors(self, pack: int, factors) -> None:
         """Hands the decayed operands of a pack of the entering block over to its recurrence."""
         refs, slot, operand = self._refs, self._slot, self._geometry.operand
-        beta = refs.beta[pack : pack + 1, :]
+        beta = self.beta(pack)
         ends, totals = [], []
         for item, factor in zip(self.items(pack), factors, strict=True):
             ready = factor.chunk_factors(self.scale)
@@ -189,7 +204,7 @@ class Step:
     ) -> None:
         """Hands the relations of a pack of the entering block over to inverse and recurrence."""
         refs, slot = self._refs, self._slot
-        beta = refs.beta[pack : pack + 1, :]
+        beta = self.beta(pack)
         scaled = query_relations * (beta * self.scale)
         refs.query_relations[slot, pack] = scaled.astype(refs.query_relations.dtype)
         refs.key_relations[slot, pack] = key_relations * -beta
@@ -267,7 +282,8 @@ def _kernel(
     """Body of one grid step. ``operands`` are the references in the order of ``Refs``."""
     given = iter(operands)
     absent = {
-        "gate_rows": not kernel.gate_rows,
+        "rate": not kernel.gate_rows,
+        "bias": not kernel.gate_rows,
         "initial": not kernel.initial_state,
         "final": not kernel.final_state,
         "kept_states": kernel.states is None,
@@ -351,16 +367,20 @@ def call(
         cut.key_tensor(entering),
         cut.tensor(value_dim, leaving),
         cut.tensor(key_dim, entering),
-        cut.per_pack((LANES,), entering),
     ]
-    operands = [*(cut.view(x) for x in (query, key, value, gate)), cut.lane_rows(beta)]
+    operands = [cut.view(x) for x in (query, key, value, gate)]
+    # of tens of microseconds, the few operations that arrange an operand take a share that counts
+    if cut.lanes_as_given:
+        in_specs.append(cut.lanes(entering))
+        operands.append(beta)
+    else:
+        in_specs.append(cut.per_pack((LANES,), entering))
+        operands.append(cut.lane_rows(beta))
     if kernel.gate_rows:
-        in_specs.append(
-            pl.BlockSpec(
-                (geometry.heads, 2, state_shape[0]), lambda row, group, step: (group, 0, 0)
-            )
-        )
-        operands.append(gate_rows(a_log, delta_time_bias, extent.value_heads, key_dim))
+        heads = extent.value_heads
+        in_specs.append(pl.BlockSpec(memory_space=pltpu.SMEM))
+        in_specs.append(pl.BlockSpec((heads, key_dim), lambda row, group, step: (0, 0)))
+        operands += [rate(a_log, heads), bias(delta_time_bias, heads, key_dim)]
     if kernel.initial_state:
         assert initial_state is not None
         in_specs.append(whole)

@@ -209,6 +209,32 @@ class Cut:
             return row, tokens, slice(head * width, (head + 1) * width)
         return head, row, tokens, slice(None)
 
+    @property
+    def lanes_as_given(self) -> bool:
+        """Whether blocks of [HV, B, T] hold whole registers of tokens of all their batch rows, so
+        that a kernel takes it as it is."""
+        geometry = self.geometry
+        return (
+            geometry.layout == "HBTD"
+            and geometry.block % LANES == 0
+            and geometry.block <= self.extent.tokens
+            and geometry.rows == self.extent.batch
+        )
+
+    def lanes(self, where: Where) -> pl.BlockSpec:
+        """Block of [HV, B, T], for which ``lanes_as_given`` holds."""
+        geometry = self.geometry
+        return pl.BlockSpec(
+            (geometry.heads, geometry.rows, geometry.block),
+            lambda row, group, step: (group, row, where(step)),
+        )
+
+    def lane_index(self, item: int) -> tuple[Any, ...]:
+        """Where the [1, C] lanes of an item lie in a block of ``lanes``."""
+        n, row, head = self.geometry.place(item)
+        chunk = self.geometry.chunk
+        return head, slice(row, row + 1), slice(n * chunk, (n + 1) * chunk)
+
     def lane_rows(self, beta: jax.Array) -> jax.Array:
         """beta as a lane row a pack: [B / rows, groups, blocks, packs, 128] f32, 0 past the end."""
         geometry = self.geometry
@@ -261,14 +287,24 @@ def widened(x: jax.Array) -> jax.Array:
     return jnp.concatenate([x, jnp.zeros((x.shape[0], missing), x.dtype)], axis=1)
 
 
+def rate(a_log: jax.Array | None, heads: int) -> jax.Array:
+    """exp(a_log), at most e^88: [HV] f32; 1 where there is none."""
+    if a_log is None:
+        return jnp.ones(heads, F32)
+    return jnp.exp(jnp.minimum(a_log.astype(F32), 88.0))
+
+
+def bias(given: jax.Array | None, heads: int, key_dim: int) -> jax.Array:
+    """The bias of a raw gate, [HV, K] f32; 0 where there is none."""
+    if given is None:
+        return jnp.zeros((heads, key_dim), F32)
+    return given.astype(F32).reshape(heads, key_dim)
+
+
 def gate_rows(
-    a_log: jax.Array | None, bias: jax.Array | None, heads: int, key_dim: int
+    a_log: jax.Array | None, shift: jax.Array | None, heads: int, key_dim: int
 ) -> jax.Array:
-    """exp(a_log), at most e^88, and the bias, as rows: [HV, 2, padded K] f32."""
-    rate = jnp.ones(heads, F32) if a_log is None else jnp.exp(jnp.minimum(a_log.astype(F32), 88.0))
-    rate = jnp.broadcast_to(rate[:, None], (heads, key_dim))
-    shift = jnp.zeros((heads, key_dim), F32)
-    if bias is not None:
-        shift = bias.astype(F32).reshape(heads, key_dim)
-    rows = jnp.stack([rate, shift], axis=1)
+    """``rate`` and ``bias`` as rows: [HV, 2, padded K] f32."""
+    rates = jnp.broadcast_to(rate(a_log, heads)[:, None], (heads, key_dim))
+    rows = jnp.stack([rates, bias(shift, heads, key_dim)], axis=1)
     return jnp.pad(rows, [(0, 0), (0, 0), (0, padded(key_dim) - key_dim)])
