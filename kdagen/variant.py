@@ -254,17 +254,23 @@ def default_variant(problem: Problem, chip: Chip) -> Variant:
             rows = max(_divisors(problem.batch, max(in_flight // 64 // heads, 1)))
             streams = rows * heads
             chunk = 128 if streams < _FEW_STREAMS and 128 * streams <= in_flight else 64
-            chunks = min(in_flight // (chunk * streams), -(-problem.tokens // chunk))
+            chunks = _chunks(in_flight // (chunk * streams), chunk, problem.tokens)
             for limit in _vmem_limits(chip):
                 variant = Variant(
                     chunk=chunk,
                     heads=heads,
                     rows=rows,
-                    chunks=max(1, chunks),
+                    chunks=chunks,
                     decay=decay,
                     sub_block=SUB_BLOCKS[decay][0 if exact else -1],
-                    inverse_block=4 if _wide_inverse(problem) else 8,
+                    inverse_block=4 if _wide_inverse(problem) or chunk == 128 else 8,
                     inverse_dtype="float32" if _wide_inverse(problem) else "bfloat16",
+                    weight_depth=128 if chunk == 128 else 64,
+                    # one chunk leaves its recurrence early; several fill the step with theirs
+                    recurrence_span=5 if chunks == 1 else 8,
+                    inverse_span=1,
+                    relation_span=8,
+                    order="irr" if chunks == 1 else "rir",
                     vmem_limit_mib=limit,
                     states="bfloat16" if problem.residuals == "save" else "none",
                 )
@@ -272,6 +278,14 @@ def default_variant(problem: Problem, chip: Chip) -> Variant:
                 if violation is None:
                     return variant
     raise VariantError(f"no variant serves this problem on {chip.name}: {violation}")
+
+
+def _chunks(most: int, chunk: int, tokens: int) -> int:
+    """Chunks of a program: the most, or hardly fewer if they divide the sequence without a rest,
+    which every load would have to mask."""
+    most = max(1, min(most, -(-tokens // chunk)))
+    even = [n for n in range(-(-3 * most // 4), most + 1) if tokens % (n * chunk) == 0]
+    return max(even, default=most)
 
 
 def _divisors(number: int, most: int) -> list[int]:
