@@ -443,6 +443,11 @@ def _in_lanes(width: int) -> int:
     return -(-width // LANES) * LANES
 
 
+def _in_tile(rows: int) -> int:
+    """Rows that so few take, in a tile of 1, 2, 4 or 8."""
+    return 1 << (rows - 1).bit_length() if rows < 8 else -(-rows // 8) * 8
+
+
 def _vmem(variant: Variant, problem: Problem, chip: Chip) -> str | None:
     limit = variant.vmem_limit_mib * MIB or chip.default_vmem_limit_bytes
     if limit > chip.usable_vmem_bytes:
@@ -462,8 +467,8 @@ CONSTRAINTS = (_served, _values, _packing, _decay, _precision, _residuals, _code
 def vmem_bytes(variant: Variant, problem: Problem, chip: Chip) -> int:
     """VMEM that the kernel of a variant takes, in bytes, from above.
 
-    Scratch and pipelined blocks are exact; what the compiler spills is not known before it has
-    compiled, so ``_spill_bytes`` allows for it.
+    Scratch and pipelined blocks are as good as exact; what the compiler spills is not known before
+    it has compiled, so ``_spill_bytes`` allows for it.
     """
     return (
         _scratch_bytes(variant, problem)
@@ -532,14 +537,16 @@ def _window_bytes(variant: Variant, problem: Problem) -> int:
     token += keys * _BYTES[problem.gate_dtype] + 2 * values * element
     token += variant.keep_corrected * values * element + variant.keep_gate * keys * 4
     block = variant.rows * variant.block_tokens * token
-    # beta, whose few rows lie in a tile of 1, 2, 4 or 8
+    # beta, as it is given or as a lane row a pack
     packs = variant.packs
-    block += (1 << (packs - 1).bit_length() if packs < 8 else -(-packs // 8) * 8) * LANES * 4
+    given = variant.heads * _in_tile(variant.rows) * _in_lanes(variant.block_tokens)
+    block += max(_in_tile(packs) * LANES, given) * 4
     if variant.states != "none":
         block += variant.streams * variant.chunks * key_dim * value_dim * _BYTES[variant.states]
     if variant.keep_inverse:
         block += packs * variant.chunk * LANES * _operand_bytes(problem)
-    # a block that no step changes has one buffer
-    buffers = 2 - (variant.heads == problem.value_heads)
-    rates = variant.heads * 2 * key_dim * 4 if problem.gate != "log_decay" else 0
-    return 2 * block + buffers * rates
+    # rate and bias of a raw gate: of the heads of a program, or those of all once
+    parameters = 0
+    if problem.gate != "log_decay":
+        parameters = max(4 * variant.heads, -(-problem.value_heads // 8) * 8) * key_dim * 4
+    return 2 * block + parameters
