@@ -223,6 +223,10 @@ def _again(problem: Problem, variant: Variant, chip: Chip) -> str:
     asked = {**_facts(problem), "heads": variant.heads, "tokens": variant.chunk}
     if problem.gate == "bounded":
         asked["lower_bound"] = -5.0  # the bound is an operand of the call
+    if variant.rows > 1:
+        asked["batch"] = variant.rows
+    if variant.states != "none":
+        asked["residuals"] = "save"
     return (
         f"kdagen render --chip {chip.name} --problem '{canonical_json(asked)}' "
         f"--variant '{variant.to_json()}'"
