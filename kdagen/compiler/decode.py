@@ -9,8 +9,10 @@ depends on are left out.
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -161,6 +163,12 @@ _LOGIC: dict[str, Callable[..., Any]] = {
     "scalar_select": _select,
     "smov": _same,
 }
+# Of "kDivAndRem" the queue holds the quotient before the remainder.
+_DIVISIONS: dict[str, Callable[[int, int], Any]] = {
+    "kDiv": operator.floordiv,
+    "kRem": operator.mod,
+    "kDivAndRem": divmod,
+}
 _RELATIONS = {
     "eq": operator.eq,
     "ne": operator.ne,
@@ -169,6 +177,11 @@ _RELATIONS = {
     "gt": operator.gt,
     "ge": operator.ge,
 }
+
+
+def _popped(position: int, results: Any) -> Any:
+    """What the pop of a division takes that ``position`` others come before."""
+    return results[position] if isinstance(results, tuple) else results
 
 
 def _comparison(name: str) -> Callable[..., Any]:
@@ -184,6 +197,7 @@ class _Decoder:
         self.parents: dict[str, str] = {}
         self.slots: dict[Any, int] = {}
         self.values: list[Any] = []
+        self.pops: Counter[str] = Counter()
 
     def find(self, register: str) -> str:
         root = register
@@ -317,14 +331,16 @@ class _Decoder:
         What other units push (``spop``) comes from vector data.
         """
         if operation.name == "spop.drf":
-            step = make("set", _same, ())
-            return replace(step, sources=(self.slot(operation.arguments[0]),))
+            queue = operation.arguments[0]
+            step = make("set", functools.partial(_popped, self.pops[queue]), ())
+            self.pops[queue] += 1
+            return replace(step, sources=(self.slot(queue),))
         if operation.name.startswith("spop"):
             return make("set", lambda: UNKNOWN, ())
         mode = operation.arguments[2] if len(operation.arguments) > 2 else ""
-        if not operation.name.endswith(".u32") or mode not in ("kRem", "kDiv"):
+        if not operation.name.endswith(".u32") or mode not in _DIVISIONS:
             return None
-        function = operator.mod if mode == "kRem" else operator.floordiv
+        function = _DIVISIONS[mode]
         step = make(
             "set", _strict(lambda a, b: function(a, b) if b else 0), operation.arguments[:2]
         )

@@ -188,6 +188,21 @@ def test_division_goes_through_its_queue():
     assert run(listing).visits[4] == 0
 
 
+def test_a_division_with_remainder_gives_the_quotient_first():
+    listing = listing_of(
+        "| 0 | %5 = sdivrem.u32 17, 5 /* kDivAndRem */ |",
+        "| 0 | %s1_s1 = spop.drf %5 |",
+        "| 0 | %s2_s2 = spop.drf %5 |",
+        "| 0 | %p1_p1 = scmp.eq.s32.totalorder %s1_s1, 3 |",
+        "| 0 | %p2_p2 = scmp.eq.s32.totalorder %s2_s2, 2 |",
+        "| 0 | %p3_p3 = pand %p1_p1, %p2_p2 |",
+        "| 0 | %9 = sbr.rel (%p3_p3) target = $region1 |",
+        "| 0 | |",
+        "| 0 | | Start region 1",
+    )
+    assert run(listing).visits[7] == 0
+
+
 def test_what_vector_units_push_is_unknown():
     listing = listing_of(
         "| 0 | %s1_s1 = spop %5 |",
