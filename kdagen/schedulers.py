@@ -99,7 +99,7 @@ _V5 = Scheduler(
 )
 _V6 = Scheduler(
     loop=1130,
-    unit={"bounded": (230, 1000), "unbounded": (310, 1100), "tree": (350, 1180)},
+    unit={"bounded": (230, 1000), "unbounded": (260, 1100), "tree": (350, 1180)},
     wide_inverse=60,
     spills=0.32,
     key_spills={"bounded": 1.8, "unbounded": 3.8, "tree": 10.5},

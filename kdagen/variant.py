@@ -249,7 +249,7 @@ def default_variant(problem: Problem, chip: Chip) -> Variant:
     """
     decay, exact = _natural_decay(problem), problem.exact
     violation = None
-    for in_flight in (2048, 1024, 512, 256, 128):
+    for in_flight in (2048, 1536, 1024, 512, 256, 128):
         for heads in reversed(_divisors(problem.value_heads, in_flight // 64)):
             rows = max(_divisors(problem.batch, max(in_flight // 64 // heads, 1)))
             streams = rows * heads

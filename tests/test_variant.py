@@ -172,7 +172,7 @@ def test_the_default_is_legal_for_every_number_of_heads(chip):
 @pytest.mark.parametrize(("heads", "tokens", "chunks"), [(3, 8192, 4), (3, 8000, 5), (3, 640, 5)])
 def test_chunks_of_a_default_divide_the_sequence_where_that_costs_few(heads, tokens, chunks):
     """2048 tokens in flight are 5 chunks of 128 of 3 heads."""
-    problem = dataclasses.replace(LOG_DECAY, heads=heads, value_heads=heads, tokens=tokens)
+    problem = dataclasses.replace(BOUNDED, heads=heads, value_heads=heads, tokens=tokens)
     assert default_variant(problem, V6E).chunks == chunks
 
 
