@@ -3,10 +3,10 @@
     python benchmarks/accuracy.py [--quick] [--out PATH] [--implementation xla_chunked] [...]
 
 runs xla_chunked, with its gradients, and the generated kernels in Pallas' interpreter on data of
-every kind that is hard for them, and prints the worst relative error of every implementation,
-tensor, dtype, kind of gate and of keys, chunk and width. It also holds that the error grows neither
-with the strength of the gate nor with the length of the sequence. The exit status is 1 if anything
-is outside. No TPU is needed.
+every kind that is hard for them, and prints the worst relative error of every
+implementation, tensor, dtype, kind of gate and of keys, chunk and width. It also holds that the
+error grows neither with the strength of the gate nor with the length of the sequence. The exit
+status is 1 if anything is outside. No TPU is needed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from error_table import HEADING, Row, line, page, worst
 
 from kdagen.measure import accuracy, kinds, operands
 from kdagen.measure.kinds import Kind
-from kdagen.problem import Problem
+from kdagen.problem import RESIDUAL_POLICIES, Problem
 from kdagen.variant import Variant, check
 
 KERNELS = "pallas"
@@ -175,7 +176,11 @@ def _cotangents(problem: Problem) -> dict[str, Any]:
 
 
 def _public(
-    problem: Problem, values: dict[str, Any], implementation: str, cotangents: dict[str, Any]
+    problem: Problem,
+    values: dict[str, Any],
+    implementation: str,
+    cotangents: dict[str, Any],
+    residuals: str | None = None,
 ) -> dict[str, Any]:
     """Results of the public function, and with cotangents its gradients."""
     import jax
@@ -190,7 +195,7 @@ def _public(
         given = operands.in_layout({name: values[name] for name in tokens}, problem)
         output, state = kimi_delta_attention(
             **given, **rest, **static_arguments(problem), output_final_state=True,
-            layout=problem.layout, implementation=implementation,
+            layout=problem.layout, implementation=implementation, residuals=residuals,
         )  # fmt: skip
         if problem.layout == "BTHD":
             output = jax.numpy.moveaxis(output, 2, 0)
@@ -204,15 +209,18 @@ def _public(
 
     # hardly optimised, since it runs for a moment
     options = {"xla_backend_optimization_level": 0}
-    return jax.jit(run, compiler_options=options)(values, cotangents)
+    with jax.default_matmul_precision(problem.precision):
+        return jax.jit(run, compiler_options=options)(values, cotangents)
 
 
 def run(data: Data, options: argparse.Namespace) -> Found:
     """Every implementation on one set of data."""
     from kdagen.chips import get_chip
+    from kdagen.gradient.variant import default_variant
     from kdagen.measure import verify
     from kdagen.reference.oracle import recurrent_float64_vjp
     from kdagen.reference.windows import chunk_size
+    from kdagen.runtime.target import KdagenWarning, forget_warnings
 
     started = time.perf_counter()
     given = data.kinds * data.copies
@@ -254,6 +262,17 @@ def run(data: Data, options: argparse.Namespace) -> Found:
                     continue
                 got = verify.call(told, variant, get_chip(CHIP), values)
                 judge(KERNELS, told, variant.chunk, f"{variant.decay}, {told.precision}", got)
+            for told in _differentiated(data, problem) if options.kernel_gradients else ():
+                for policy in RESIDUAL_POLICIES:
+                    forget_warnings()
+                    with warnings.catch_warnings(record=True) as caught:
+                        warnings.simplefilter("always", KdagenWarning)
+                        got = _public(told, values, KERNELS, cotangents, policy)
+                    found.refused.extend(f"{data}: {warned.message}" for warned in caught)
+                    if caught:
+                        continue
+                    chunk = default_variant(told, get_chip(CHIP)).chunk
+                    judge(KERNELS, told, chunk, f"gradient, {policy}, {told.precision}", got)
             continue
         # both compute in f32, whatever the precision
         told = dataclasses.replace(problem, precision="highest")
@@ -261,6 +280,15 @@ def run(data: Data, options: argparse.Namespace) -> Found:
         got = _public(told, values, implementation, cotangents if chunked else {})
         judge(implementation, told, chunk_size(told.tokens) if chunked else 1, "", got)
     return found._replace(seconds=time.perf_counter() - started)
+
+
+def _differentiated(data: Data, problem: Problem) -> Iterator[Problem]:
+    """The problems whose gradients the kernels are asked for: those with data of every kind, with
+    either inverse in bfloat16."""
+    if data.check == "bounds" and data.kinds == kinds.every(data.problem):
+        yield problem
+        if problem.dtype == "bfloat16":
+            yield dataclasses.replace(problem, precision="highest")
 
 
 def jumps(errors: dict[tuple[Kind, str], float]) -> Iterator[str]:
@@ -316,6 +344,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--no-gradients", action="store_false", dest="gradients", help="leave the gradients out"
     )
     options.add_argument(
+        "--kernel-gradients",
+        action="store_true",
+        help="gradients of the kernels too, on data of every kind, under both residual policies",
+    )
+    options.add_argument(
         "--quick", action="store_true", help="one chunk, two widths, one length; about a minute"
     )
     options.add_argument("--out", metavar="PATH", type=Path, help="write a Markdown page there")
@@ -326,7 +359,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     chosen.implementation = chosen.implementation or ["xla_chunked", KERNELS]
     chosen.dtype = chosen.dtype or ["bfloat16", "float32"]
     chosen.gate = chosen.gate or list(kinds.GATES)
-    chosen.gradients &= "xla_chunked" in chosen.implementation
+    chosen.gradients &= "xla_chunked" in chosen.implementation or chosen.kernel_gradients
     chosen.chunk = chosen.chunk or ([64] if chosen.quick else list(CHUNKS))
     chosen.width = chosen.width or list(WIDTHS[: 2 if chosen.quick else None])
     return chosen
