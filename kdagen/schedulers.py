@@ -77,7 +77,7 @@ class Scheduler:
 
 _V4 = Scheduler(
     loop=800,
-    unit={"bounded": (490, 1880), "unbounded": (555, 2000), "tree": (880, 2150)},
+    unit={"bounded": (500, 1880), "unbounded": (540, 2000), "tree": (880, 2150)},
     wide_inverse=345,
     spills=0.42,
     key_spills={"bounded": 4.7, "unbounded": 6.3, "tree": 8.9},
@@ -88,7 +88,7 @@ _V4 = Scheduler(
 )
 _V5 = Scheduler(
     loop=1150,
-    unit={"bounded": (300, 1300), "unbounded": (330, 1400), "tree": (480, 1460)},
+    unit={"bounded": (310, 1300), "unbounded": (340, 1400), "tree": (480, 1460)},
     wide_inverse=200,
     spills=0.4,
     key_spills={"bounded": 1.2, "unbounded": 3.5, "tree": 10.1},

@@ -169,6 +169,11 @@ def check(variant: BackwardVariant, problem: Problem, chip: Chip) -> Violation |
     return None
 
 
+def _wide_inverse(problem: Problem) -> bool:
+    """Whether the inverse must be formed and applied above bfloat16."""
+    return problem.dtype == "float32" or problem.precision == "highest"
+
+
 def _served(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | None:
     if problem.segments is not None:
         return f"segments={problem.segments!r} of the problem: the kernel serves unpacked sequences"
@@ -181,7 +186,7 @@ def _values(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | Non
         "sub_block": sub_blocks(problem),
         "inverse_block": (2, 4, 8),
         "weight_depth": (64, 128),
-        "inverse_dtype": ("float32",) if problem.dtype == "float32" else ("bfloat16", "float32"),
+        "inverse_dtype": ("float32",) if _wide_inverse(problem) else ("bfloat16", "float32"),
     }
     for name, values in takes.items():
         value = getattr(variant, name)
@@ -236,13 +241,20 @@ def _vmem(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | None:
     return None
 
 
+# VMEM that values between the stages and spills take, per 64 tokens of one head of K = V = 128: the
+# most that was seen, and a margin. The scheduler of v4 keeps more of them alive.
+_SPILLED_MIB = {"base": 1.0, "tree": 1.35, "float32": 3.0}
+_SPILL_FACTOR = {"v4": 1.15}
+_LEAST_SPILL_MIB = 0.25
+
 CONSTRAINTS = (_served, _values, _packing, _vmem)
 
 
 def vmem_bytes(variant: BackwardVariant, problem: Problem, chip: Chip) -> int:
     """VMEM that the kernel of a variant takes, in bytes, from above.
 
-    Scratch and pipelined blocks are exact; what the compiler spills is allowed for by chunk-head.
+    Scratch and pipelined blocks are exact; of what the compiler keeps beside them the most that was
+    seen is allowed for.
     """
     element = {"bfloat16": 2, "float32": 4}
     key_dim, value_dim = (-(-d // LANES) * LANES for d in (problem.key_dim, problem.value_dim))
@@ -256,11 +268,10 @@ def vmem_bytes(variant: BackwardVariant, problem: Problem, chip: Chip) -> int:
     states = key_dim * value_dim * element[problem.dtype]
     blocks = 2 * items * (variant.chunk * row + states)
     state = variant.streams * key_dim * value_dim * 4
-    spill = items * variant.chunk * (key_dim + value_dim) // 2 * _SPILLED_VALUES * wide
-    return state + blocks + spill
-
-
-_SPILLED_VALUES = 16
+    kind = "float32" if problem.dtype == "float32" else "tree" if variant.sub_block == 1 else "base"
+    units = items * variant.chunk / 64 * (key_dim + value_dim) / 256
+    spill = units * _SPILLED_MIB[kind] * _SPILL_FACTOR.get(chip.name, 1.0) + _LEAST_SPILL_MIB
+    return state + blocks + round(spill * MIB)
 
 
 def default_variant(problem: Problem, chip: Chip) -> BackwardVariant:
@@ -270,7 +281,6 @@ def default_variant(problem: Problem, chip: Chip) -> BackwardVariant:
       VariantError: no variant serves the problem on this chip; the message is that of ``check``.
     """
     exact = problem.dtype == "float32"
-    wide = exact or problem.precision == "highest"
     violation = None
     for limit in (0, chip.usable_vmem_bytes * 3 // 4 // MIB):
         for in_flight in (16, 8, 4, 2, 1):
@@ -284,7 +294,7 @@ def default_variant(problem: Problem, chip: Chip) -> BackwardVariant:
                     chunks=max(1, min(in_flight // heads, -(-problem.tokens // chunk))),
                     sub_block=sub_blocks(problem)[-1],
                     inverse_block=2 if exact else 8,
-                    inverse_dtype="float32" if wide else "bfloat16",
+                    inverse_dtype="float32" if _wide_inverse(problem) else "bfloat16",
                     vmem_limit_mib=limit,
                 )
                 violation = check(variant, problem, chip)

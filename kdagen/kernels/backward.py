@@ -145,6 +145,8 @@ def call(
         "d_final": lambda: _whole_registers(_present("d_final", d_final), state_shape),
     }
     missing = absent(kernel)
+    if not missing["states"]:
+        _check_states(states, cut.chunk_shape(state_shape))
     used = [name for name in specs if not missing.get(name)]
     operands = [made[name]() for name in used]
     # inside shard_map the results vary over the mesh as the operands do
@@ -231,6 +233,14 @@ def _from_lane_rows(cut: Cut, x: jax.Array) -> jax.Array:
         return x[:, :, : extent.tokens]
     x = x.transpose(0, 4, 2, 3, 6, 1, 5).reshape(extent.batch, length, extent.value_heads)
     return x[:, : extent.tokens]
+
+
+def _check_states(states: jax.Array | None, least: tuple[int, ...]) -> None:
+    """More chunks than the sequence needs may be there, fewer may not: 0 times what lies behind
+    the array need not be 0."""
+    shape = _present("states", states).shape
+    if shape[:2] + shape[3:] != least[:2] + least[3:] or shape[2] < least[2]:
+        raise ValueError(f"states: got shape {shape}; it must be {least}, or of more chunks")
 
 
 def _present(name: str, x: jax.Array | None) -> jax.Array:

@@ -22,7 +22,7 @@ out of it, and so is what of the state's write is not decayed.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,20 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kdagen.kernels import decay_gradients, decay_tree, gate_gradients
-from kdagen.kernels.lanes import F32, NT, choose, dot, index, quotient, remainder, rows, stack
+from kdagen.kernels.inverse import on_diagonal
+from kdagen.kernels.lanes import (
+    F32,
+    FULL,
+    NT,
+    SPLIT,
+    choose,
+    dot,
+    index,
+    quotient,
+    remainder,
+    rows,
+    stack,
+)
 from kdagen.kernels.tiling import LANES
 
 
@@ -50,10 +63,9 @@ class Item:
       keys_to_end: [C, KP], k e.
       reads: [KP, 2C], (scale q d; k d) transposed.
       related: [C, 2C], scale Q^T beside N^T.
-      inverse: [C, C], X; transposed: [C, C], X^T.
+      inverse: [C, C], X - I; transposed: [C, C], its transpose.
       d_written: [C, VP] f32, first the part of dP that does not depend on dS', then all of dP.
       d_state: [KP, VP], dS'.
-      d_residual: [C, VP] f32, dR.
       both: [2C, VP], dout above -dR.
       corrected: reads E, [C, VP] f32.
       d_strength: [C, VP] f32, Z.
@@ -75,7 +87,6 @@ class Item:
     transposed: Any = None
     d_written: Any = None
     d_state: Any = None
-    d_residual: Any = None
     both: Any = None
     corrected: Any = None
     d_strength: Any = None
@@ -97,7 +108,7 @@ class Pack:
 
 
 def relate(
-    pack: Pack, beta: jax.Array, scale: float, dtype: DTypeLike
+    pack: Pack, beta: jax.Array, scale: float, dtype: DTypeLike, inverse_dtype: DTypeLike
 ) -> Generator[None, None, None]:
     """Relations of a pack, and what its recurrence takes. Queries, keys and decays are there.
 
@@ -119,24 +130,29 @@ def relate(
     yield
     pack.relations = key * -beta
     chunk = query.shape[0]
-    across = jnp.transpose(stack([query * scale, key])).astype(dtype)
+    across = jnp.transpose(stack([query * scale, key])).astype(inverse_dtype)
     for x, item in enumerate(items):
         relations = rows(across, x * chunk, chunk)
         decays = item.decays
-        item.keys_to_end = (item.key * decays.to_end).astype(dtype)
+        item.keys_to_end = (item.key * decays.to_end).astype(inverse_dtype)
         reads = [item.query * (decays.from_start * scale), item.key * decays.from_start]
         item.reads = jnp.transpose(stack(reads)).astype(dtype)
         item.related = relations
         d_output = item.d_output()
-        item.d_written = dot(relations[:, :chunk], d_output, dtype=dtype)
+        passes = FULL if dtype == F32 else SPLIT
+        item.d_written = dot(relations[:, :chunk], d_output, dtype=inverse_dtype, passes=passes)
         if own is not None:
             item.d_written = item.d_written + rows(own, x * chunk, chunk) * d_output
     yield
 
 
 def set_inverse(pack: Pack, inverse: jax.Array) -> None:
-    """Hands the inverse [C, 128] of a pack to its items."""
+    """Hands the inverse [C, 128] of a pack to its items, less the identity.
+
+    What it leaves as it is, most of what it is applied to, is spared the rounding of an operand.
+    """
     chunk = inverse.shape[0]
+    inverse = jnp.where(on_diagonal(chunk), 0.0, inverse.astype(F32))
     across = jnp.transpose(inverse)
     for x, item in enumerate(pack.items):
         item.inverse = inverse[:, x * chunk : (x + 1) * chunk]
@@ -150,7 +166,7 @@ def correct(
     decayed = item.key * item.decays.from_start
     residual = value - dot(decayed, item.state(), dtype=dtype)
     yield
-    corrected = dot(item.inverse, residual, dtype=inverse_dtype)
+    corrected = residual + dot(item.inverse, residual, dtype=inverse_dtype)
     item.corrected = lambda: corrected
     yield
 
@@ -159,33 +175,36 @@ def recur(
     item: Item,
     d_state: Any,
     stream: int,
+    put: Callable[[jax.Array], None] | None,
     first: jax.Array | None,
     strengths: bool,
     dtype: DTypeLike,
     inverse_dtype: DTypeLike,
 ) -> Generator[None, None, None]:
-    """dP and dR of a chunk; replaces ``d_state[stream]`` [KP, VP] f32. Yields after every product.
+    """dP and dR of a chunk; replaces ``d_state[stream]`` [KP, VP] f32.
 
-    ``first`` says whether the chunk is the sequence's first, whose result is the gradient of the
-    initial state; None that it is not, or that nobody asks for that. Every path to that gradient
-    leads through the first token, so what the floor left out of its decay is made up for here.
-    ``strengths`` says whether Z is wanted.
+    ``put`` stores dR, the gradient of the values. ``first`` says whether the chunk is the
+    sequence's first, whose result is the gradient of the initial state; None that it is not, or
+    that nobody asks for that. Every path to that gradient leads through the first token, so what
+    the floor left out of its decay is made up for here. ``strengths`` says whether Z is wanted.
+    Yields after every product.
     """
     item.d_state = d_state[stream].astype(dtype)
-    item.d_written = item.d_written + dot(item.keys_to_end, item.d_state, dtype=dtype)
+    passes = FULL if dtype == F32 else SPLIT
+    after = d_state[stream].astype(inverse_dtype)
+    item.d_written = item.d_written + dot(
+        item.keys_to_end, after, dtype=inverse_dtype, passes=passes
+    )
     yield
-    item.d_residual = dot(item.transposed, item.d_written * item.write, dtype=inverse_dtype)
-    item.both = stack([item.d_output(), -item.d_residual]).astype(dtype)
+    scaled = item.d_written * item.write
+    d_residual = scaled + dot(item.transposed, scaled, dtype=inverse_dtype)
+    item.both = stack([item.d_output(), -d_residual]).astype(dtype)
+    if put is not None:
+        put(d_residual)
     yield
-    left = item.reads
-    if strengths:
-        own = index(item.related.shape, 1) >= item.related.shape[0]
-        keys = jnp.where(own, item.related.astype(F32), 0.0).astype(dtype)
-        left = stack([left, keys])
-    product = dot(left, item.both, dtype=dtype)
-    update = rows(product, 0, item.reads.shape[0])
-    if strengths:
-        item.d_strength = item.d_written + rows(product, item.reads.shape[0], keys.shape[0])
+    update, change = _update(item, d_residual, strengths, dtype, inverse_dtype)
+    if change is not None:
+        item.d_strength = item.d_written + change
     whole = jnp.broadcast_to(jnp.exp2(item.decays.total), (8, item.key.shape[1]))
     after = d_state[stream] * jnp.transpose(whole)[:, 0:1] + update
     if first is not None and item.gate.beyond is not None:
@@ -195,12 +214,30 @@ def recur(
     yield
 
 
-def write_gradient(pack: Pack, dtype: DTypeLike) -> Generator[None, None, jax.Array]:
-    """Gradient [1, 128] f32 of the write strengths of a pack. Yields after every product."""
+def _update(
+    item: Item, d_residual: jax.Array, strengths: bool, dtype: DTypeLike, inverse_dtype: DTypeLike
+) -> tuple[jax.Array, jax.Array | None]:
+    """(scale q d)^T dout - (k d)^T dR, and -N^T dR if it is wanted."""
+    if not strengths:
+        return dot(item.reads, item.both, dtype=dtype), None
+    own = index(item.related.shape, 1) >= item.related.shape[0]
+    keys = jnp.where(own, item.related.astype(F32), 0.0)
+    if inverse_dtype != dtype:
+        both = stack([item.d_output(), -d_residual])
+        change = dot(keys, both, dtype=inverse_dtype, passes=SPLIT)
+        return dot(item.reads, item.both, dtype=dtype), change
+    product = dot(stack([item.reads, keys.astype(dtype)]), item.both, dtype=dtype)
+    split = item.reads.shape[0]
+    return product[:split], product[split:]
+
+
+def write_gradient(pack: Pack) -> Generator[None, None, jax.Array]:
+    """Gradient [1, 128] f32 of the write strengths of a pack. Yields once."""
     product = stack([item.d_strength * item.corrected() for item in pack.items])
-    sums = dot(jnp.ones((8, product.shape[1]), F32), product, NT, dtype)
+    # by the XLU and in f32: with a fast decay a few tokens are all that counts
+    sums = jnp.sum(product, axis=1, keepdims=True)
     yield
-    return rows(sums, 0, 1)
+    return rows(jnp.transpose(jnp.broadcast_to(sums, (product.shape[0], 8))), 0, 1)
 
 
 @dataclass

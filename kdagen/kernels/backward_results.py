@@ -48,6 +48,9 @@ def _store_decay(step: Step, at: int, item: Item, log_decay: jax.Array) -> None:
     if kernel.wants_rows:
         by_rate = None
         if kernel.wants("a_log"):
-            by_rate = step.inside(log_decay * gate.by_log_rate, at)
+            if gate.by_log_rate is None:
+                by_rate = by_gate * (step.gate(at) + step.gate_rows(at)[1])
+            else:
+                by_rate = step.inside(log_decay * gate.by_log_rate, at)
             by_rate = jnp.sum(by_rate, axis=0, keepdims=True)
         step.add_rows(at, by_rate, jnp.sum(by_gate, axis=0, keepdims=True))

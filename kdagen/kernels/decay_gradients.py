@@ -69,19 +69,29 @@ def gradients(
             )
             down = dot(rows(across, x * chunk, chunk), given.left[i][x], dtype=dtype)
             if level.base:
-                query, key, column = (
-                    query * decay.left[i],
-                    key * decay.left[i],
-                    down * decay.right[i],
-                )
-                one.terms.append(queries[x] * query + keys[x] * (key - column))
-                key = key + column
+                one.terms.append(_base_terms(given, i, x, query, key, down))
+                query, key = query * decay.left[i], key * decay.left[i]
+                key = key + down * decay.right[i]
             else:
                 query = alternate(zero, query, level.half) * decay.left[i]
                 key = alternate(down, key, level.half) * decay.left[i]
                 one.terms.append(queries[x] * query + keys[x] * key)
             one.query, one.key = one.query + query, one.key + key
     return found
+
+
+def _base_terms(
+    given: Operands, i: int, x: int, query: jax.Array, key: jax.Array, down: jax.Array
+) -> jax.Array:
+    """What rows of a base block add to the gradients of decays, those j with a minus.
+
+    They are formed with the operands as they went into the products, rounded: then what a pair adds
+    as a row and takes as a column is the same to the last digits of f32.
+    """
+    chunk = query.shape[0]
+    left = given.left[i][x].astype(F32)
+    right = rows(given.right[i], x * chunk, chunk).astype(F32)
+    return rows(left, 0, chunk) * query + rows(left, chunk, chunk) * key - right * down
 
 
 def decay_gradient(
@@ -161,6 +171,7 @@ def _within(
     shape = (chunk, (split + 1) * chunk)
     row, lane = index(shape, 0), index(shape, 1)
     column, last = remainder(lane, chunk), quotient(lane, split * chunk) == 1
-    reached = jnp.where(last, column < row, column >= row) & same_block(row, column, block)
+    below = (last & (column < row)) | (~last & (column >= row))
+    reached = below & same_block(row, column, block)
     both = stack([parts(later + base, split), earlier.astype(dtype)])
     return dot(reached.astype(F32), both, dtype=dtype)

@@ -30,7 +30,8 @@ class Gate:
       by_gate: derivative of ln alpha by the gate operand. Where the decay was floored it holds the
         factor alpha / alpha_floored too: every term of the gradient has it, and it is not in the
         decay that the relations were formed with.
-      by_log_rate: derivative of ln alpha by a_log, likewise; None for a log decay.
+      by_log_rate: derivative of ln alpha by a_log, likewise; None for a log decay, and where it is
+        that by the gate times raw + bias.
       beyond: that factor; None where nothing is floored.
     """
 
@@ -73,7 +74,7 @@ def bounded(raw: jax.Array, rate: jax.Array, bias: jax.Array, lower_bound: float
     opened = jnp.where(z >= 0.0, 1.0, u) / (1.0 + u)
     # sigmoid(z) * sigmoid(-z), which keeps its relative accuracy at both ends
     slope = (lower_bound * u) / ((1.0 + u) * (1.0 + u))
-    return Gate(opened * (lower_bound * LOG2_E), slope * rate, slope * z)
+    return Gate(opened * (lower_bound * LOG2_E), slope * rate)
 
 
 def parts(x: jax.Array, count: int) -> jax.Array:

@@ -51,16 +51,28 @@ class Data:
     states: dict[int, Any]
 
 
-def draw(problem: Problem, given: Sequence[kinds.Kind], chunk: int, seed: int = 0) -> Data:
-    """Random data, a head of each kind in turn; states are those of the float64 recurrence."""
+def draw(
+    problem: Problem,
+    given: Sequence[kinds.Kind],
+    chunk: int,
+    seed: int = 0,
+    decays: Sequence[float] | None = None,
+) -> Data:
+    """Random data, a head of each kind in turn, or with these log decays head by head; states are
+    those of the float64 recurrence."""
     values = kinds.draw(problem, given, seed)
+    if decays is not None:
+        gate = values["gate"]
+        constant = jnp.asarray(np.reshape(decays, (-1, 1, 1, 1)), gate.dtype)
+        values = values | {"gate": jnp.broadcast_to(constant, gate.shape)}
     rng = np.random.default_rng(seed + 1)
     output = (problem.value_heads, problem.batch, problem.tokens, problem.value_dim)
     state = (problem.batch, 1, problem.value_heads, problem.key_dim, problem.value_dim)
     return Data(
         values,
         jnp.asarray(rng.standard_normal(output), problem.dtype),
-        jnp.asarray(rng.standard_normal(state), "float32"),
+        # of the size of what one token adds to it, so that neither hides the errors of the other
+        jnp.asarray(problem.key_dim**-0.5 * rng.standard_normal(state), "float32"),
         {chunk: _states(problem, values, chunk)},
     )
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kdagen.generate import generate as generate_forward
 from kdagen.gradient.variant import BackwardVariant, Request, check, default_variant
-from kdagen.measure import accuracy, kinds
+from kdagen.measure import accuracy, kinds, operands, verify
 from kdagen.problem import Problem
-from kdagen.variant import VariantError
+from kdagen.variant import Variant, VariantError
 from tests.kernels.backward_calls import (
     CHIP,
     arguments,
@@ -58,11 +58,12 @@ def assert_close(
     wrong = {at: x for at, x in kinds.outside(problem, found).items() if at[1] != "a_log"}
     assert not wrong, f"error and bound: {wrong}"
     if "a_log" in got:
-        # the sum over tokens and channels of one head may be small by chance: all heads together
+        # the sum over tokens and channels of one head may be small by chance: all heads together,
+        # of which there are few
         of = kinds.of_head(given, problem)
         heads = [i for i, k in enumerate(of) if kinds.asked(k, problem) and not k.beta_above_one]
         error = accuracy.relative_error(np.asarray(got["a_log"])[heads], expected["a_log"][heads])
-        assert error <= accuracy.bound("a_log", problem.dtype)
+        assert error <= 2 * max(of[i].bound("a_log", problem) for i in heads)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,8 @@ def assert_close(
 def test_every_kind_of_data(problem, sub_block):
     given = kinds.every(problem)
     variant = dataclasses.replace(SMALL, sub_block=sub_block)
-    assert_close(of(problem, given), variant, given)
+    # two heads of each kind: of one alone a handful of entries may be all that counts
+    assert_close(of(problem, given, least=2 * len(given)), variant, given)
 
 
 def test_every_kind_of_data_in_float32():
@@ -81,11 +83,20 @@ def test_every_kind_of_data_in_float32():
     assert_close(of(SOFTPLUS, given, tokens=100, **EXACT), EXACT_VARIANT, given)
 
 
+def test_parallel_and_repeated_keys_at_the_highest_precision():
+    given = tuple(kind for kind in kinds.every(BOUNDED) if kind.ill_conditioned)
+    problem = of(BOUNDED, given, precision="highest", least=16)
+    variant = dataclasses.replace(SMALL, inverse_block=2, inverse_dtype="float32")
+    assert check(SMALL, problem, CHIP) is not None
+    assert all(kinds.asked(kind, problem) for kind in given)
+    assert_close(problem, variant, given)
+
+
 SHAPES = {
     "one token": (
         SOFTPLUS, {"tokens": 1, "batch": 2, "least": 16, "qk_l2norm": False}, {"weight_depth": 128},
     ),
-    "one head, long chunks": (SOFTPLUS, {"tokens": 129}, {"heads": 1, "chunk": 128}),
+    "one head, long chunks": (SOFTPLUS, {"tokens": 129, "least": 8}, {"heads": 1, "chunk": 128}),
     "short chunks of a wide gate": (
         LOG_DECAY, {"tokens": 70, "gate_dtype": "float32"},
         {"heads": 4, "chunk": 32, "inverse_block": 4},
@@ -162,10 +173,7 @@ def test_the_same_call_twice_gives_the_same_bits():
 
 def test_what_is_below_the_floor_of_a_base_block_leaves_small_gradients_exact():
     variant = dataclasses.replace(SMALL, sub_block=8)
-    data = draw(LOG_DECAY, (kinds.Kind("-1"),), variant.chunk)
-    decay = np.reshape([-30.0, -1e4], (2, 1, 1, 1))
-    gate = jnp.broadcast_to(jnp.asarray(decay, "bfloat16"), data.values["gate"].shape)
-    data = dataclasses.replace(data, values=data.values | {"gate": gate})
+    data = draw(LOG_DECAY, (kinds.Kind("-1"),), variant.chunk, decays=(-30.0, -1e4))
     got, expected = call(LOG_DECAY, variant, data), reference(LOG_DECAY, data)
     for name, heads in (("gate", np.s_[:]), ("initial_state", np.s_[0, 0])):
         for head in range(2):
@@ -236,6 +244,28 @@ def test_the_default_is_legal():
         for base in (LOG_DECAY, BOUNDED, dataclasses.replace(SOFTPLUS, **EXACT)):
             problem = dataclasses.replace(base, heads=heads, value_heads=heads * ratio)
             assert check(default_variant(problem, CHIP), problem, CHIP) is None
+
+
+def test_residuals_that_the_forward_kept_are_taken():
+    given = kinds.telling(BOUNDED)[:2]
+    problem = of(BOUNDED, given, residuals="save")
+    forward = Variant(
+        heads=2, sub_block=16, states="bfloat16", keep_inverse=True, keep_corrected=True
+    )
+    data = draw(problem, given, SMALL.chunk)
+    kept = verify.interpreted(generate_forward(problem, forward, CHIP), problem)(
+        *(data.values.get(name) for name in operands.inputs(problem))
+    )
+    variant = dataclasses.replace(SMALL, keep_inverse=True, keep_corrected=True)
+    request = Request.everything(problem)
+    arrays = arguments(problem, variant, request, data)
+    arrays[7:10] = kept.states, kept.inverse, kept.corrected
+    got = compiled(problem, variant, request)(*arrays)
+    found = kinds.errors(problem, given, got, reference(problem, data))
+    assert not kinds.outside(problem, found)
+    arrays[7] = kept.states[:, :, :-1]
+    with pytest.raises(ValueError, match="states: got shape"):
+        traceable(problem, variant, request)(*arrays)
 
 
 def test_a_request_names_operands():
