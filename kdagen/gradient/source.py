@@ -12,19 +12,13 @@ from kdagen.generate import (
     code_hash,
 )
 from kdagen.gradient.variant import BackwardVariant, Request
-from kdagen.kernels.numerics import LOG_DECAY_FLOOR
 from kdagen.kernels.tiling import LANES
 from kdagen.problem import Problem, canonical_json
 from kdagen.variant import MIB
 
 TEMPLATE = "kda_backward.py.j2"
-SPECIALISED = ("dtype", "gate", "gate_dtype", "qk_l2norm", "layout")
+SPECIALISED = ("dtype", "gate", "gate_dtype", "qk_l2norm", "layout", "key_dim")
 """Facts of a problem that its generated code depends on; the others are the call's shapes."""
-
-TOKEN_FLOOR = 16.0
-"""Largest decay of one token, in nats, that relations are formed with; the gradient of a larger one
-is scaled by what is left out. 2^-23 of a state survives it, and the factors of a sub-block of eight
-such tokens leave f32 room for cotangents of any sensible size."""
 
 
 def variant_id(problem: Problem, request: Request, variant: BackwardVariant, chip: Chip) -> str:
@@ -71,8 +65,7 @@ def generate(problem: Problem, request: Request, variant: BackwardVariant, chip:
                 state_cotangent=request.state_cotangent,
                 raw_gate=problem.gate != "log_decay",
                 per_pack=LANES // variant.chunk,
-                floor=TOKEN_FLOOR if variant.sub_block > 1 else LOG_DECAY_FLOOR,
-                exact=problem.dtype == "float32",
+                exact=problem.exact,
                 layout=problem.layout,
                 vmem_limit_bytes=variant.vmem_limit_mib * MIB or None,
                 kernel_name=f"kda_backward_{identity[:12]}",

@@ -156,8 +156,8 @@ class BackwardVariant:
 
 
 def sub_blocks(problem: Problem) -> tuple[int, ...]:
-    """Sub-blocks in which no factor leaves f32: single rows, 16 rows of -5, or 8 of the floor."""
-    return (1, 8, 16) if problem.gate == "bounded" else (1, 8)
+    """Sub-blocks in which no factor leaves f32: single rows, or 16 rows of -5."""
+    return (1, 16) if problem.gate == "bounded" else (1,)
 
 
 def check(variant: BackwardVariant, problem: Problem, chip: Chip) -> Violation | None:
@@ -171,7 +171,7 @@ def check(variant: BackwardVariant, problem: Problem, chip: Chip) -> Violation |
 
 def _wide_inverse(problem: Problem) -> bool:
     """Whether the inverse must be formed and applied above bfloat16."""
-    return problem.dtype == "float32" or problem.precision == "highest"
+    return problem.exact or problem.precision == "highest"
 
 
 def _served(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | None:
@@ -268,7 +268,7 @@ def vmem_bytes(variant: BackwardVariant, problem: Problem, chip: Chip) -> int:
     states = key_dim * value_dim * element[problem.dtype]
     blocks = 2 * items * (variant.chunk * row + states)
     state = variant.streams * key_dim * value_dim * 4
-    kind = "float32" if problem.dtype == "float32" else "tree" if variant.sub_block == 1 else "base"
+    kind = "float32" if problem.exact else "tree" if variant.sub_block == 1 else "base"
     units = items * variant.chunk / 64 * (key_dim + value_dim) / 256
     spill = units * _SPILLED_MIB[kind] * _SPILL_FACTOR.get(chip.name, 1.0) + _LEAST_SPILL_MIB
     return state + blocks + round(spill * MIB)
@@ -280,7 +280,7 @@ def default_variant(problem: Problem, chip: Chip) -> BackwardVariant:
     Raises:
       VariantError: no variant serves the problem on this chip; the message is that of ``check``.
     """
-    exact = problem.dtype == "float32"
+    exact = problem.exact
     violation = None
     for limit in (0, chip.usable_vmem_bytes * 3 // 4 // MIB):
         for in_flight in (16, 8, 4, 2, 1):

@@ -176,17 +176,13 @@ def recur(
     d_state: Any,
     stream: int,
     put: Callable[[jax.Array], None] | None,
-    first: jax.Array | None,
     strengths: bool,
     dtype: DTypeLike,
     inverse_dtype: DTypeLike,
 ) -> Generator[None, None, None]:
     """dP and dR of a chunk; replaces ``d_state[stream]`` [KP, VP] f32.
 
-    ``put`` stores dR, the gradient of the values. ``first`` says whether the chunk is the
-    sequence's first, whose result is the gradient of the initial state; None that it is not, or
-    that nobody asks for that. Every path to that gradient leads through the first token, so what
-    the floor left out of its decay is made up for here. ``strengths`` says whether Z is wanted.
+    ``put`` stores dR, the gradient of the values. ``strengths`` says whether Z is wanted.
     Yields after every product.
     """
     item.d_state = d_state[stream].astype(dtype)
@@ -206,11 +202,7 @@ def recur(
     if change is not None:
         item.d_strength = item.d_written + change
     whole = jnp.broadcast_to(jnp.exp2(item.decays.total), (8, item.key.shape[1]))
-    after = d_state[stream] * jnp.transpose(whole)[:, 0:1] + update
-    if first is not None and item.gate.beyond is not None:
-        beyond = jnp.where(first, rows(item.gate.beyond, 0, 1), 1.0)
-        after = after * jnp.transpose(jnp.broadcast_to(beyond, whole.shape))[:, 0:1]
-    d_state[stream] = after
+    d_state[stream] = d_state[stream] * jnp.transpose(whole)[:, 0:1] + update
     yield
 
 

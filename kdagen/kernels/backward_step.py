@@ -129,11 +129,6 @@ class Step:
         """The stream of an item."""
         return item % self._geometry.streams
 
-    def is_first(self, item: int) -> jax.Array | None:
-        """Whether an item is the first chunk of its sequence; None where it never matters."""
-        n, *_ = self._geometry.place(item)
-        return self._block == 0 if n == 0 and self.kernel.wants("initial_state") else None
-
     def query(self, item: int) -> jax.Array:
         """[C, KP] f32."""
         return self._load(self._refs.query, self._cut.key_index(item), item)

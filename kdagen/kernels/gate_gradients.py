@@ -26,45 +26,35 @@ class Gate:
     """A log decay [C, K] and the derivatives that its gradient takes, all f32.
 
     Attributes:
-      decay: log2 alpha, floored, at most 0.
-      by_gate: derivative of ln alpha by the gate operand. Where the decay was floored it holds the
-        factor alpha / alpha_floored too: every term of the gradient has it, and it is not in the
-        decay that the relations were formed with.
-      by_log_rate: derivative of ln alpha by a_log, likewise; None for a log decay, and where it is
-        that by the gate times raw + bias.
-      beyond: that factor; None where nothing is floored.
+      decay: log2 alpha, at most 0; the gates' floor is that of ``LOG_DECAY_FLOOR``.
+      by_gate: derivative of ln alpha by the gate operand, 0 below the floor.
+      by_log_rate: derivative of ln alpha by a_log; None for a log decay, and where it is that by
+        the gate times raw + bias.
     """
 
     decay: jax.Array
     by_gate: jax.Array
     by_log_rate: jax.Array | None = None
-    beyond: jax.Array | None = None
 
 
-def log_decay(gate: jax.Array, floor: float) -> Gate:
+def log_decay(gate: jax.Array) -> Gate:
     """The gate is ln alpha; above 0 it counts as 0, without a gradient."""
     gate = gate.astype(F32)
-    capped = jnp.minimum(gate, 0.0)
-    floored = jnp.maximum(capped, -floor)
-    beyond = None if floor >= LOG_DECAY_FLOOR else jnp.exp2((capped - floored) * LOG2_E)
-    held = jnp.where(capped < -LOG_DECAY_FLOOR, 0.0, 1.0) if beyond is None else beyond
-    return Gate(floored * LOG2_E, jnp.where(gate > 0.0, 0.0, held), beyond=beyond)
+    floored = jnp.clip(gate, -LOG_DECAY_FLOOR, 0.0)
+    held = jnp.where((gate > 0.0) | (gate < -LOG_DECAY_FLOOR), 0.0, 1.0)
+    return Gate(floored * LOG2_E, held)
 
 
-def softplus(
-    raw: jax.Array, rate: jax.Array, bias: jax.Array, floor: float, *, dtype: DTypeLike = BF16
-) -> Gate:
+def softplus(raw: jax.Array, rate: jax.Array, bias: jax.Array, *, dtype: DTypeLike = BF16) -> Gate:
     """ln alpha = -rate * softplus(raw + bias), rate = exp(a_log); rate and bias are rows [1, K]."""
     decay = gates.softplus(raw, rate, bias, LOG_DECAY_FLOOR, dtype=dtype)
-    floored = jnp.maximum(decay, -floor * LOG2_E)
-    beyond = None if floor >= LOG_DECAY_FLOOR else jnp.exp2(decay - floored)
-    held = jnp.where(decay > -LOG_DECAY_FLOOR * LOG2_E, 1.0, 0.0) if beyond is None else beyond
+    held = jnp.where(decay > -LOG_DECAY_FLOOR * LOG2_E, 1.0, 0.0)
     z = (raw.astype(F32) + bias) * LOG2_E
     # e^-|x| is formed 2^32 times too large: a rate may lift one that is below what f32 holds
     power = jnp.exp2(32.0 - jnp.abs(z))
     low = rate * 2.0**-32
     slope = jnp.where(z >= 0.0, rate, power * low) / (1.0 + power * 2.0**-32)
-    return Gate(floored, -slope * held, decay * (held / LOG2_E), beyond)
+    return Gate(decay, -slope * held, decay * (held / LOG2_E))
 
 
 def bounded(raw: jax.Array, rate: jax.Array, bias: jax.Array, lower_bound: float) -> Gate:

@@ -37,7 +37,9 @@ KEPT = {"keep_inverse": True, "keep_corrected": True}
 # tokens after two blocks.
 POINTS: dict[str, tuple[Problem, dict[str, Any], dict[str, Any] | None, int]] = {
     "log decays": (LOG_DECAY, STATES, {"heads": 2, "sub_block": 1}, 0),
-    "log decays, floored": (LOG_DECAY, {"gate_dtype": "float32"}, {"heads": 2, "sub_block": 8}, 7),
+    "log decays in float32": (
+        LOG_DECAY, {"gate_dtype": "float32"}, {"heads": 2, "sub_block": 1}, 7,
+    ),
     "softplus, short chunks": (
         SOFTPLUS, {"heads": 4}, {"heads": 4, "chunk": 32, "sub_block": 1}, 0,
     ),

@@ -171,10 +171,9 @@ def test_the_same_call_twice_gives_the_same_bits():
         assert np.array_equal(np.asarray(x).view(np.uint8), np.asarray(second[name]).view(np.uint8))
 
 
-def test_what_is_below_the_floor_of_a_base_block_leaves_small_gradients_exact():
-    variant = dataclasses.replace(SMALL, sub_block=8)
-    data = draw(LOG_DECAY, (kinds.Kind("-1"),), variant.chunk, decays=(-30.0, -1e4))
-    got, expected = call(LOG_DECAY, variant, data), reference(LOG_DECAY, data)
+def test_strong_decays_leave_small_gradients_exact():
+    data = draw(LOG_DECAY, (kinds.Kind("-1"),), SMALL_TREE.chunk, decays=(-30.0, -1e4))
+    got, expected = call(LOG_DECAY, SMALL_TREE, data), reference(LOG_DECAY, data)
     for name, heads in (("gate", np.s_[:]), ("initial_state", np.s_[0, 0])):
         for head in range(2):
             x, y = np.asarray(got[name])[heads][head], expected[name][heads][head]
