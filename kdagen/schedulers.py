@@ -92,10 +92,10 @@ _V5 = Scheduler(
     wide_inverse=200,
     spills=0.4,
     key_spills={"bounded": 1.2, "unbounded": 3.5, "tree": 10.1},
-    past_spills=5.8,
-    chunk_spills=(2.6, 11.2, 12.2),
-    value_spills=(0.0, 0.0, 4.0),
-    state_spills=0.75,
+    past_spills=5.0,
+    chunk_spills=(2.6, 6.0, 13.0),
+    value_spills=(0.0, 2.4, 4.0),
+    state_spills=1.35,
 )
 _V6 = Scheduler(
     loop=1130,
