@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -155,6 +156,11 @@ class BackwardVariant:
         return plan(shape, self.span)
 
 
+def states_dtype(problem: Problem) -> str:
+    """The dtype in which a forward keeps the states that a backward takes."""
+    return "float32" if _wide_inverse(problem) else "bfloat16"
+
+
 def sub_blocks(problem: Problem) -> tuple[int, ...]:
     """Sub-blocks in which no factor leaves f32: single rows, or 16 rows of -5."""
     return (1, 16) if problem.gate == "bounded" else (1,)
@@ -184,7 +190,7 @@ def _values(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | Non
     takes: dict[str, tuple[Any, ...]] = {
         "chunk": (32, 64, 128),
         "sub_block": sub_blocks(problem),
-        "inverse_block": (2, 4, 8),
+        "inverse_block": (2, 4) if _wide_inverse(problem) else (2, 4, 8),
         "weight_depth": (64, 128),
         "inverse_dtype": ("float32",) if _wide_inverse(problem) else ("bfloat16", "float32"),
     }
@@ -202,6 +208,13 @@ def _values(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | Non
         value = getattr(variant, name)
         if not least <= value <= 1024:
             return f"{name}={value}: it may be {least} to 1024"
+    return None
+
+
+def _kept(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | None:
+    """A forward keeps the inverse in the dtype of its other products."""
+    if variant.keep_inverse and _wide_inverse(problem) and not problem.exact:
+        return "keep_inverse=True: precision='highest' needs one above bfloat16, formed again"
     return None
 
 
@@ -247,7 +260,7 @@ _SPILLED_MIB = {"base": 1.0, "tree": 1.35, "float32": 3.0}
 _SPILL_FACTOR = {"v4": 1.15}
 _LEAST_SPILL_MIB = 0.25
 
-CONSTRAINTS = (_served, _values, _packing, _vmem)
+CONSTRAINTS = (_served, _values, _kept, _packing, _vmem)
 
 
 def vmem_bytes(variant: BackwardVariant, problem: Problem, chip: Chip) -> int:
@@ -265,7 +278,7 @@ def vmem_bytes(variant: BackwardVariant, problem: Problem, chip: Chip) -> int:
         row += value_dim * wide
     if variant.keep_inverse:
         row += variant.chunk * wide
-    states = key_dim * value_dim * element[problem.dtype]
+    states = key_dim * value_dim * element[states_dtype(problem)]
     blocks = 2 * items * (variant.chunk * row + states)
     state = variant.streams * key_dim * value_dim * 4
     kind = "float32" if problem.exact else "tree" if variant.sub_block == 1 else "base"
@@ -280,21 +293,24 @@ def default_variant(problem: Problem, chip: Chip) -> BackwardVariant:
     Raises:
       VariantError: no variant serves the problem on this chip; the message is that of ``check``.
     """
-    exact = problem.exact
+    wide = _wide_inverse(problem)
+    ratio = problem.value_heads // problem.heads
     violation = None
     for limit in (0, chip.usable_vmem_bytes * 3 // 4 // MIB):
         for in_flight in (16, 8, 4, 2, 1):
-            for heads in reversed(range(1, in_flight + 1)):
-                if problem.value_heads % heads:
+            for heads in reversed(range(1, max(in_flight, ratio) + 1)):
+                if problem.value_heads % heads or heads % ratio:
                     continue
                 chunk = 64 if heads > 1 else 128
+                least = LANES // math.gcd(LANES, heads * chunk)  # chunks that fill the lanes
+                most = min(in_flight // heads, -(-problem.tokens // chunk)) // least
                 variant = BackwardVariant(
                     chunk=chunk,
                     heads=heads,
-                    chunks=max(1, min(in_flight // heads, -(-problem.tokens // chunk))),
+                    chunks=least * max(1, most),
                     sub_block=sub_blocks(problem)[-1],
-                    inverse_block=2 if exact else 8,
-                    inverse_dtype="float32" if _wide_inverse(problem) else "bfloat16",
+                    inverse_block=4 if wide else 8,
+                    inverse_dtype="float32" if wide else "bfloat16",
                     vmem_limit_mib=limit,
                 )
                 violation = check(variant, problem, chip)

@@ -80,6 +80,13 @@ def _number(name: str, x: Any) -> float:
     return float(x)
 
 
+def _scale(x: Any) -> float:
+    number = _number("scale", x)
+    if abs(number) > float(jnp.finfo(jnp.float32).max):
+        raise ValueError(f"scale: got {number}; it must be finite in float32")
+    return number
+
+
 def _choice(name: str, x: Any, takes: tuple[str, ...]) -> str:
     if not isinstance(x, str):
         raise TypeError(f"{name}: got {x!r}; it must be a string")
@@ -291,7 +298,7 @@ def check_call(
         initial_state = jnp.asarray(initial_state)
     operands |= {"a_log": log, "delta_time_bias": bias, "initial_state": initial_state}
     options = Options(
-        scale=width_k**-0.5 if scale is None else _number("scale", scale),
+        scale=width_k**-0.5 if scale is None else _scale(scale),
         use_qk_l2norm=_flag("use_qk_l2norm", use_qk_l2norm),
         use_gate_in_kernel=raw,
         lower_bound=bound,

@@ -34,6 +34,7 @@ class Fused:
       pair: of a differentiated call, the backward and the forward that serves it; None until it is
         settled and where no backward kernel serves, whose gradient is then that of the chunk form.
       portable: legal on every chip, and not to be tuned.
+      required: only a kernel will do, for the gradient as well.
     """
 
     problem: Problem
@@ -43,6 +44,7 @@ class Fused:
     forward_variant: Variant | None = None
     pair: Pair | None = None
     portable: bool = False
+    required: bool = False
 
     def settled(self, differentiated: bool) -> Fused:
         """With tuned variants, or those that there are: `kdagen.runtime.dispatch.choose`."""
@@ -54,16 +56,22 @@ class Fused:
         try:
             found = pair(self.problem, chosen, chips, small=self.interpret)
         except NoKernelError as error:
+            if self.required:
+                raise
             warn_once(f"the gradient of kimi_delta_attention runs on 'xla_chunked': {error}")
             return replace(self, forward_variant=chosen)
         return replace(self, forward_variant=chosen, pair=found)
 
     def forward(self, operands: Operands, boundaries: jax.Array | None, keep: bool) -> Computed:
         assert boundaries is None and self.forward_variant is not None
-        if keep and self.pair is not None and self.options.residuals == "save":
-            results = self._forward(self.pair.problem, self.pair.forward, operands)
-        else:
-            results = self._forward(self.problem, self.forward_variant, operands)
+        problem, variant = self.problem, self.forward_variant
+        if keep and self.pair is not None:
+            # both policies run what is cut alike, and so give the same bits
+            problem, variant = self.pair.problem, self.pair.forward
+            if self.options.residuals == "rematerialize":
+                problem = self.problem
+                variant = replace(variant, states="none", keep_inverse=False, keep_corrected=False)
+        results = self._forward(problem, variant, operands)
         kept = {name: x for name, x in results.items() if name in _KEPT and x is not None}
         output = results["output"]
         assert output is not None
@@ -194,7 +202,10 @@ def portable_kernel(call: Call, *, interpret: bool) -> Fused:
     if interpret:
         small = replace(variant, heads=1, rows=1, chunks=LANES // variant.chunk)
         variant = small if check(small, problem, chip) is None else variant
-    return Fused(problem, call.options, chip.name, interpret, variant, portable=True)
+    return Fused(
+        problem, call.options, chip.name, interpret, variant, portable=True,
+        required=_required(call),
+    )  # fmt: skip
 
 
 def kernel_for(call: Call, target: Target) -> Fused:
@@ -210,7 +221,11 @@ def kernel_for(call: Call, target: Target) -> Fused:
         default_variant(problem, chip)
     except VariantError as error:
         raise NoKernelError(str(error)) from error
-    return Fused(problem, call.options, chip.name)
+    return Fused(problem, call.options, chip.name, required=_required(call))
+
+
+def _required(call: Call) -> bool:
+    return call.implementations == ("pallas",)
 
 
 def _chip_of(target: Target) -> Chip:

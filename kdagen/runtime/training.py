@@ -85,7 +85,7 @@ def _cut_alike(forward: Variant, backward: BackwardVariant, problem: Problem) ->
         heads=backward.heads,
         rows=backward.rows,
         chunks=backward.chunks,
-        states=problem.dtype,
+        states=gradient.states_dtype(problem),
         keep_inverse=backward.keep_inverse,
         keep_corrected=backward.keep_corrected,
         keep_gate=False,

@@ -5,21 +5,23 @@ import importlib.metadata
 import json
 import shlex
 import sqlite3
+from pathlib import Path
 
 import jax
 import pytest
 
 from kdagen.chips import CHIPS, get_chip
 from kdagen.generate import code_hash
-from kdagen.problem import Problem
+from kdagen.problem import Problem, load_shapes
 from kdagen.runtime import dispatch
-from kdagen.runtime.table import TableError, read_table
+from kdagen.runtime.table import TableError, packaged_tables, read_table
 from kdagen.runtime.target import KdagenWarning, NoKernelError, forget_warnings
 from kdagen.search.choice import parse_problem
 from kdagen.store.tuned import Environment, Store
-from kdagen.variant import check, default_variant
+from kdagen.variant import Variant, check, default_variant
 from tests.store.rows import result
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "shapes.yaml"
 V6E = get_chip("v6e")
 PROBLEM = Problem(tokens=2048, heads=8, gate="bounded", lower_bound=-5.0, qk_l2norm=True)
 DEFAULT = default_variant(PROBLEM, V6E)
@@ -201,3 +203,15 @@ def test_the_portable_variant_is_legal_on_every_chip(gate):
     problem = dataclasses.replace(PROBLEM, gate=gate, lower_bound=bound)
     choice, _ = dispatch.portable_choice(problem)
     assert all(check(choice.variant, problem, chip) is None for chip in CHIPS.values())
+
+
+@pytest.mark.parametrize("chip", ["v6e", "v7x"])
+def test_the_packaged_tables_serve_the_example_shapes(chip):
+    (path,) = (path for path in packaged_tables() if path.stem == chip)
+    by_key = read_table(path, True)[chip]
+    for problem in load_shapes(EXAMPLES).values():
+        rows = by_key[problem.key()]
+        assert rows
+        for row in rows:
+            variant = Variant.from_dict(json.loads(row.variant))
+            assert check(variant, problem, get_chip(chip)) is None
