@@ -229,7 +229,13 @@ def test_products_say_what_they_round_to(exact):
         (LOG_DECAY, {"rows": 2}, "rows"),
         (LOG_DECAY, {"chunk": 48}, "chunk"),
         (LOG_DECAY, {"vmem_limit_mib": 500}, "vmem_limit_mib"),
-        (dataclasses.replace(LOG_DECAY, **EXACT), {"sub_block": 1}, "inverse_dtype"),
+        (dataclasses.replace(LOG_DECAY, **EXACT), {"inverse_block": 4}, "inverse_dtype"),
+        (dataclasses.replace(LOG_DECAY, **EXACT), {"inverse_block": 8}, "inverse_block"),
+        (
+            dataclasses.replace(LOG_DECAY, precision="highest"),
+            {"inverse_block": 4, "inverse_dtype": "float32", "keep_inverse": True},
+            "keep_inverse",
+        ),
         (dataclasses.replace(LOG_DECAY, segments=1), {"sub_block": 1}, "segments"),
     ],
 )

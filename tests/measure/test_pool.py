@@ -82,7 +82,7 @@ def test_what_the_compiler_refuses_has_a_reason(pool: Pool) -> None:
     assert outcome.status == "vmem"
     assert "1.00 MiB allowed" in outcome.reason
     assert outcome.value is None
-    outcome = run(pool, "broken", request(dataclasses.replace(VARIANT, heads=3)))
+    outcome = run(pool, "broken", request(dataclasses.replace(VARIANT, heads=1, chunk=64)))
     assert outcome.status == "compile_failed"
     assert outcome.reason
 
