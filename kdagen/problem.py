@@ -145,6 +145,11 @@ class Problem:
         roundings to bfloat16 do not average out over the channels."""
         return self.dtype == "float32" or self.key_dim < _LEAST_BFLOAT16_KEY_DIM
 
+    @property
+    def wide_inverse(self) -> bool:
+        """Whether a kernel must form and apply its inverse above bfloat16."""
+        return self.exact or self.precision == "highest"
+
     def to_dict(self) -> dict[str, Any]:
         """All fields as JSON-able values, in the order of their declaration."""
         fields = dataclasses.asdict(self)

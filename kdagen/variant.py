@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from kdagen.chips import Chip
 from kdagen.emission import ORDERS, Plan, plan
@@ -51,8 +51,44 @@ class Violation:
         return f"{self.constraint}: {self.message}"
 
 
+class Parameters:
+    """What frozen dataclasses of a kernel's parameters share: checked types and their JSON."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            wanted = type(field.default)
+            if type(value) is not wanted:
+                raise VariantError(
+                    f"{field.name}: got {value!r}; it must be of type {wanted.__name__}"
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All parameters, in the order of their declaration."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Self:
+        """The inverse of ``to_dict``; every parameter must be there.
+
+        Raises:
+          VariantError: a parameter is unknown, missing or of the wrong type.
+        """
+        known = {f.name for f in dataclasses.fields(cls)}
+        for what, names in (("unknown", fields.keys() - known), ("missing", known - fields.keys())):
+            if names:
+                raise VariantError(f"{what} parameter(s) of a variant: {', '.join(sorted(names))}")
+        return cls(**fields)
+
+    def to_json(self) -> str:
+        """The canonical form: every hash and row of a variant derives from it."""
+        return canonical_json(self.to_dict())
+
+
 @dataclass(frozen=True)
-class Variant:
+class Variant(Parameters):
     """Parameters of the fused forward kernel. Everything the generated code depends on, but for the
     problem's own facts.
 
@@ -98,36 +134,6 @@ class Variant:
     keep_inverse: bool = False
     keep_corrected: bool = False
     keep_gate: bool = False
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            wanted = type(field.default)
-            if type(value) is not wanted:
-                raise VariantError(
-                    f"{field.name}: got {value!r}; it must be of type {wanted.__name__}"
-                )
-
-    def to_dict(self) -> dict[str, Any]:
-        """All parameters, in the order of their declaration."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Variant:
-        """The inverse of ``to_dict``; every parameter must be there.
-
-        Raises:
-          VariantError: a parameter is unknown, missing or of the wrong type.
-        """
-        known = {f.name for f in dataclasses.fields(cls)}
-        for what, names in (("unknown", fields.keys() - known), ("missing", known - fields.keys())):
-            if names:
-                raise VariantError(f"{what} parameter(s) of a variant: {', '.join(sorted(names))}")
-        return cls(**fields)
-
-    def to_json(self) -> str:
-        """The canonical form: every hash and row of a variant derives from it."""
-        return canonical_json(self.to_dict())
 
     @property
     def streams(self) -> int:
@@ -180,8 +186,8 @@ def space(problem: Problem, chip: Chip) -> dict[str, tuple[Any, ...]]:
         "chunks": tuple(n for n in _CHUNKS if n == 1 or 64 * (n - 1) < problem.tokens),
         "decay": (decay,),
         "sub_block": SUB_BLOCKS[decay] if not exact else SUB_BLOCKS[decay][:1],
-        "inverse_block": (2, 4) if _wide_inverse(problem) else (2, 4, 8),
-        "inverse_dtype": ("float32",) if _wide_inverse(problem) else ("bfloat16",),
+        "inverse_block": (2, 4) if problem.wide_inverse else (2, 4, 8),
+        "inverse_dtype": ("float32",) if problem.wide_inverse else ("bfloat16",),
         "weight_depth": (64, 128),
         "recurrence_span": (4, 5, 6, 7, 8, 9, 10, 12),
         "inverse_span": (1, 2, 3),
@@ -194,11 +200,6 @@ def space(problem: Problem, chip: Chip) -> dict[str, tuple[Any, ...]]:
         "keep_corrected": kept,
         "keep_gate": kept,
     }
-
-
-def _wide_inverse(problem: Problem) -> bool:
-    """Whether the inverse must be formed and applied above bfloat16."""
-    return problem.exact or problem.precision == "highest"
 
 
 def _natural_decay(problem: Problem) -> str:
@@ -263,8 +264,8 @@ def default_variant(problem: Problem, chip: Chip) -> Variant:
                     chunks=chunks,
                     decay=decay,
                     sub_block=SUB_BLOCKS[decay][0 if exact else -1],
-                    inverse_block=4 if _wide_inverse(problem) or chunk == 128 else 8,
-                    inverse_dtype="float32" if _wide_inverse(problem) else "bfloat16",
+                    inverse_block=4 if problem.wide_inverse or chunk == 128 else 8,
+                    inverse_dtype="float32" if problem.wide_inverse else "bfloat16",
                     weight_depth=128 if chunk == 128 else 64,
                     # one chunk leaves its recurrence early; several fill the step with theirs
                     recurrence_span=5 if chunks == 1 else 8,
@@ -382,7 +383,7 @@ def _decay(variant: Variant, problem: Problem, chip: Chip) -> str | None:
 
 def _precision(variant: Variant, problem: Problem, chip: Chip) -> str | None:
     """Float32 keeps its accuracy, and ill-conditioned keys theirs where that is asked for."""
-    if not _wide_inverse(problem):
+    if not problem.wide_inverse:
         return None
     asked = "precision='highest'"
     if problem.exact:
@@ -449,13 +450,17 @@ def _in_tile(rows: int) -> int:
 
 
 def _vmem(variant: Variant, problem: Problem, chip: Chip) -> str | None:
-    limit = variant.vmem_limit_mib * MIB or chip.default_vmem_limit_bytes
+    return beyond_vmem(variant.vmem_limit_mib, vmem_bytes(variant, problem, chip), chip)
+
+
+def beyond_vmem(vmem_limit_mib: int, used: int, chip: Chip) -> str | None:
+    """What is wrong with ``used`` bytes under a limit that is asked of a chip; None if nothing."""
+    limit = vmem_limit_mib * MIB or chip.default_vmem_limit_bytes
     if limit > chip.usable_vmem_bytes:
         return (
-            f"vmem_limit_mib={variant.vmem_limit_mib}: {chip.name} grants at most "
+            f"vmem_limit_mib={vmem_limit_mib}: {chip.name} grants at most "
             f"{chip.usable_vmem_bytes // MIB}"
         )
-    used = vmem_bytes(variant, problem, chip)
     if used > limit:
         return f"about {used / MIB:.1f} MiB of VMEM, of {limit / MIB:.0f} allowed on {chip.name}"
     return None

@@ -60,7 +60,6 @@ def generate(problem: Problem, request: Request, variant: BackwardVariant, chip:
                 p=variant,
                 plan=variant.plan(request),
                 wanted=request.wanted,
-                wants_chunk=len(request.stages) > 3,
                 output_cotangent=request.output_cotangent,
                 state_cotangent=request.state_cotangent,
                 raw_gate=problem.gate != "log_decay",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -21,8 +20,8 @@ from kdagen.gradient.plan import (
 )
 from kdagen.gradient.plan import INVERSE as INVERSE_STAGE
 from kdagen.kernels.tiling import LANES
-from kdagen.problem import Problem, canonical_json
-from kdagen.variant import MIB, VariantError, Violation
+from kdagen.problem import Problem
+from kdagen.variant import MIB, Parameters, VariantError, Violation, beyond_vmem
 
 OPERANDS = ("query", "key", "value", "gate", "beta", "initial_state", "a_log", "delta_time_bias")
 """What a call may be differentiated by."""
@@ -77,7 +76,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class BackwardVariant:
+class BackwardVariant(Parameters):
     """Parameters of the fused backward kernel.
 
     Attributes:
@@ -104,35 +103,6 @@ class BackwardVariant:
     span: int = 1
     vmem_limit_mib: int = 0
 
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value, wanted = getattr(self, field.name), type(field.default)
-            if type(value) is not wanted:
-                raise VariantError(
-                    f"{field.name}: got {value!r}; it must be of type {wanted.__name__}"
-                )
-
-    def to_dict(self) -> dict[str, Any]:
-        """All parameters, in the order of their declaration."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> BackwardVariant:
-        """The inverse of ``to_dict``; every parameter must be there.
-
-        Raises:
-          VariantError: a parameter is unknown, missing or of the wrong type.
-        """
-        known = {f.name for f in dataclasses.fields(cls)}
-        for what, names in (("unknown", fields.keys() - known), ("missing", known - fields.keys())):
-            if names:
-                raise VariantError(f"{what} parameter(s) of a variant: {', '.join(sorted(names))}")
-        return cls(**fields)
-
-    def to_json(self) -> str:
-        """The canonical form: every hash and row of a variant derives from it."""
-        return canonical_json(self.to_dict())
-
     @property
     def streams(self) -> int:
         """Pairs of batch row and value head that a program works on."""
@@ -158,7 +128,7 @@ class BackwardVariant:
 
 def states_dtype(problem: Problem) -> str:
     """The dtype in which a forward keeps the states that a backward takes."""
-    return "float32" if _wide_inverse(problem) else "bfloat16"
+    return "float32" if problem.wide_inverse else "bfloat16"
 
 
 def sub_blocks(problem: Problem) -> tuple[int, ...]:
@@ -175,11 +145,6 @@ def check(variant: BackwardVariant, problem: Problem, chip: Chip) -> Violation |
     return None
 
 
-def _wide_inverse(problem: Problem) -> bool:
-    """Whether the inverse must be formed and applied above bfloat16."""
-    return problem.exact or problem.precision == "highest"
-
-
 def _served(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | None:
     if problem.segments is not None:
         return f"segments={problem.segments!r} of the problem: the kernel serves unpacked sequences"
@@ -190,9 +155,9 @@ def _values(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | Non
     takes: dict[str, tuple[Any, ...]] = {
         "chunk": (32, 64, 128),
         "sub_block": sub_blocks(problem),
-        "inverse_block": (2, 4) if _wide_inverse(problem) else (2, 4, 8),
+        "inverse_block": (2, 4) if problem.wide_inverse else (2, 4, 8),
         "weight_depth": (64, 128),
-        "inverse_dtype": ("float32",) if _wide_inverse(problem) else ("bfloat16", "float32"),
+        "inverse_dtype": ("float32",) if problem.wide_inverse else ("bfloat16", "float32"),
     }
     for name, values in takes.items():
         value = getattr(variant, name)
@@ -213,7 +178,7 @@ def _values(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | Non
 
 def _kept(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | None:
     """A forward keeps the inverse in the dtype of its other products."""
-    if variant.keep_inverse and _wide_inverse(problem) and not problem.exact:
+    if variant.keep_inverse and problem.wide_inverse and not problem.exact:
         return "keep_inverse=True: precision='highest' needs one above bfloat16, formed again"
     return None
 
@@ -242,16 +207,7 @@ def _packing(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | No
 
 
 def _vmem(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | None:
-    limit = variant.vmem_limit_mib * MIB or chip.default_vmem_limit_bytes
-    if limit > chip.usable_vmem_bytes:
-        return (
-            f"vmem_limit_mib={variant.vmem_limit_mib}: {chip.name} grants at most "
-            f"{chip.usable_vmem_bytes // MIB}"
-        )
-    used = vmem_bytes(variant, problem, chip)
-    if used > limit:
-        return f"about {used / MIB:.1f} MiB of VMEM, of {limit / MIB:.0f} allowed on {chip.name}"
-    return None
+    return beyond_vmem(variant.vmem_limit_mib, vmem_bytes(variant, problem, chip), chip)
 
 
 # VMEM that values between the stages and spills take, per 64 tokens of one head of K = V = 128: the
@@ -293,7 +249,7 @@ def default_variant(problem: Problem, chip: Chip) -> BackwardVariant:
     Raises:
       VariantError: no variant serves the problem on this chip; the message is that of ``check``.
     """
-    wide = _wide_inverse(problem)
+    wide = problem.wide_inverse
     ratio = problem.value_heads // problem.heads
     violation = None
     for limit in (0, chip.usable_vmem_bytes * 3 // 4 // MIB):

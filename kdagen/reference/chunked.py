@@ -20,8 +20,6 @@ from kdagen.reference.options import PER_TOKEN, Options
 from kdagen.reference.varying import as_varying, varying_axes
 from kdagen.reference.windows import Windows, plan
 
-PER_HEAD = ("a_log", "delta_time_bias")
-
 Operands = Mapping[str, jax.Array | None]
 
 
