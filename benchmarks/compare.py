@@ -194,6 +194,8 @@ def side_by_side(chip: Any, shapes: dict[str, Any], db: str | None) -> list[str]
 
     found = {}
     for name, problem in shapes.items():
+        if problem.trained:
+            continue
         variant, origin = winner(name, problem, chip, db)
         row = offline.run(chip.name, problem.to_dict(), variant.to_dict())
         each = row["seconds"] / (problem.tokens * problem.batch * problem.value_heads)

@@ -124,7 +124,7 @@ def draw(rng: random.Random) -> tuple[Problem, Variant]:
 def defaults() -> list[Point]:
     """The default variants of the shapes that are shipped as examples."""
     shapes = load_shapes(ROOT / "examples" / "shapes.yaml")
-    return [Point(name, problem, None) for name, problem in shapes.items()]
+    return [Point(name, problem, None) for name, problem in shapes.items() if not problem.trained]
 
 
 def described(point: Point, variant: Variant) -> str:

@@ -1,12 +1,12 @@
-"""Compiles a training step for a TPU on a machine that has none, and looks for the tuned kernel.
+"""Compiles a training step for a TPU on a machine that has none, and looks for the tuned kernels.
 
     python examples/aot_step.py                       # for v7x, with whatever the tables hold
     python examples/aot_step.py --chip v6e --strict   # an error unless this shape was tuned
 
 The step is an ordinary jitted function: a layer with projections round `kimi_delta_attention`, its
 gradient, and an update. Nothing in it says what it is compiled for: that is the mesh's affair.
-Prints the kernel's name and variant id as found in the compiled program; exits with 1 if no
-kernel is in there.
+Prints the names and variant ids of its kernels, forward and backward, as found in the compiled
+program; exits with 1 if no kernel is in there.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from kdagen.chips import CHIPS, get_chip
 from kdagen.runtime import dispatch
 from kdagen.runtime.kda import kimi_delta_attention
 
-# heads and tokens of train-fixed in shapes.yaml, which the packaged tables have tuned
+# heads and tokens of train-fixed-step in shapes.yaml, which the packaged tables have tuned
 BATCH, TOKENS, MODEL, HEADS, WIDTH = 1, 8192, 256, 32, 128
 
 
@@ -104,12 +104,12 @@ def main() -> int:
     options = parser.parse_args()
     dispatch.configure(db=options.db, strict=options.strict)
     text = compile_for(options.chip)
-    found = sorted(set(re.findall(r"kda_forward_([0-9a-f]{12})", text)))
+    found = sorted(set(re.findall(r"kda_(forward|backward)_([0-9a-f]{12})", text)), reverse=True)
     if not found:
         print(f"no kernel in the program compiled for {options.chip}", file=sys.stderr)
         return 1
-    for variant_id in found:
-        print(f"compiled for {options.chip}: kernel kda_forward_{variant_id}, "
+    for pass_name, variant_id in found:
+        print(f"compiled for {options.chip}: kernel kda_{pass_name}_{variant_id}, "
               f"variant id {variant_id}...")  # fmt: skip
     return 0
 

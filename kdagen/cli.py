@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 
@@ -45,6 +46,26 @@ class _Minutes(click.FloatRange):
         if not math.isfinite(minutes):
             self.fail(f"{value} is not a finite number.", param, ctx)
         return minutes
+
+
+class _Size(click.ParamType):
+    """A number of bytes, with a unit or without: 512MiB."""
+
+    name = "size"
+    _UNITS: ClassVar = {
+        "": 1, "B": 1,
+        "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9,
+    }  # fmt: skip
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        if isinstance(value, int):
+            return value
+        found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", str(value).strip())
+        units = {name.lower(): factor for name, factor in self._UNITS.items()}
+        if found is None or found[2].lower() not in units:
+            takes = ", ".join(name for name in self._UNITS if name)
+            self.fail(f"{value!r} is not a size; a number, and {takes}: 512MiB", param, ctx)
+        return int(float(found[1]) * units[found[2].lower()])
 
 
 def _note(text: str) -> None:
@@ -93,6 +114,12 @@ def main() -> None:
     help="Candidates at a time, each in a process.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sampler.")
+@click.option(
+    "--residual-limit",
+    type=_Size(),
+    help="Most memory that a training step may keep from its forward pass to its gradient, "
+    "beside the operands: 512MiB [default: no limit].",
+)
 def tune(
     chip: str,
     shapes: Path | None,
@@ -103,8 +130,12 @@ def tune(
     db: Path | None,
     jobs: int,
     seed: int,
+    residual_limit: int | None,
 ) -> None:
     """Search for the best kernel of each shape, and record every candidate.
+
+    A shape with residuals is a training step: forward and gradient are tuned together, and the
+    winner is the fastest step whose residuals fit the limit.
 
     Ctrl-C keeps what was done; the same command goes on from there. Exits with status 1 where a
     shape ends without a winner, and with 130 after Ctrl-C. Two names of one shape are tuned once.
@@ -114,6 +145,7 @@ def tune(
       kdagen tune --chip v7x --shapes examples/shapes.yaml
       kdagen tune --chip v6e --shapes examples/shapes.yaml --shape train-fixed --trials 60 --jobs 2
       kdagen tune --chip v6e --problem '{"tokens": 8192, "heads": 32}'
+      kdagen tune --chip v7x --shapes examples/shapes.yaml --residual-limit 512MiB
     """
     from kdagen.report import tables
     from kdagen.report.progress import Printer
@@ -132,6 +164,11 @@ def tune(
     else:
         assert shapes is not None
         wanted = _select(load_shapes(shapes), names)
+    if residual_limit is not None and not any(problem.trained for problem in wanted.values()):
+        raise click.UsageError(
+            "--residual-limit: no shape is trained; one with residuals 'save', 'rematerialize' or "
+            "'tuned' is"
+        )
     plan = Plan(
         chip=get_chip(chip),
         shapes=wanted,
@@ -139,6 +176,7 @@ def tune(
         budget_seconds=None if budget is None else budget * 60.0,
         jobs=jobs,
         seed=seed,
+        residual_limit_bytes=residual_limit,
     )
     console = tables.console()
     with Store(db or default_path()) as store:
@@ -163,6 +201,7 @@ def tune(
 @click.option("--db", type=_EXISTING_FILE, help="Table to take the winner from first.")
 @click.option("--default", "use_default", is_flag=True, help="Print the default variant.")
 @click.option("--variant", "parameters", metavar="JSON", help="Print the variant of this JSON.")
+@click.option("--gradient", is_flag=True, help="Print the gradient's kernel of a training step.")
 def render(
     chip: str,
     name: str | None,
@@ -171,8 +210,9 @@ def render(
     db: Path | None,
     use_default: bool,
     parameters: str | None,
+    gradient: bool,
 ) -> None:
-    """Print the module that a call of a shape runs on.
+    """Print the module that a call of a shape runs on; of a training step, its forward.
 
     It is that of the shape's winner, else of the nearest tuned shape whose variant is legal here,
     else of the default variant. Which one it is goes to standard error.
@@ -180,6 +220,7 @@ def render(
     \b
     Example:
       kdagen render --chip v6e --shape train-fixed
+      kdagen render --chip v6e --shape train-fixed-step --gradient
     """
     from kdagen.search import choice
     from kdagen.store import lookup
@@ -199,7 +240,12 @@ def render(
             raise click.UsageError(f"--shape: no table knows {name!r}; give its file by --shapes")
         problem = found
     chosen = choice.choose(
-        problem, get_chip(chip), tables, use_default=use_default, parameters=parameters
+        problem,
+        get_chip(chip),
+        tables,
+        use_default=use_default,
+        parameters=parameters,
+        gradient=gradient,
     )
     click.echo(f"variant: {chosen.origin}", err=True)
     click.echo(chosen.source, nl=False)

@@ -14,6 +14,8 @@ DTYPES = ("bfloat16", "float32")
 GATES = ("log_decay", "softplus", "bounded")
 LAYOUTS = ("HBTD", "BTHD")
 RESIDUAL_POLICIES = ("save", "rematerialize")
+TUNED = "tuned"
+"""In place of a residual policy: the one that tuning finds the faster."""
 PRECISIONS = ("default", "highest")
 MAX_HEAD_DIM = 256
 
@@ -49,7 +51,8 @@ class Problem:
       initial_state, final_state: whether the call passes and asks for them.
       segments: None, or the packing: a number of equal segments, or their lengths.
       layout: "HBTD" or "BTHD".
-      residuals: residual policy of a call that will be differentiated, None for inference.
+      residuals: of a call that is differentiated, a training step, its residual policy: "save",
+        "rematerialize", or "tuned" for whichever tuning finds the faster; None for inference.
       precision: "highest" asks that nearly parallel and repeated keys keep their accuracy in
         bfloat16, which takes an inverse above bfloat16; float32 has it always.
 
@@ -112,8 +115,8 @@ class Problem:
             self._require(name, isinstance(getattr(self, name), bool), "true or false")
         self._require(
             "residuals",
-            self.residuals is None or self.residuals in RESIDUAL_POLICIES,
-            "null, " + _one_of(RESIDUAL_POLICIES),
+            self.residuals is None or self.residuals in (*RESIDUAL_POLICIES, TUNED),
+            "null, " + _one_of((*RESIDUAL_POLICIES, TUNED)),
         )
         if self.gate == "bounded":
             bound = self.lower_bound
@@ -144,6 +147,11 @@ class Problem:
         """Whether a kernel multiplies float32 operands: for float32, and for keys so narrow that
         roundings to bfloat16 do not average out over the channels."""
         return self.dtype == "float32" or self.key_dim < _LEAST_BFLOAT16_KEY_DIM
+
+    @property
+    def trained(self) -> bool:
+        """Whether it is a training step: a forward and its gradient."""
+        return self.residuals is not None
 
     @property
     def wide_inverse(self) -> bool:

@@ -187,7 +187,10 @@ def test_a_shape_may_be_another_with_changes(tmp_path):
 
 def test_the_example_shapes_load():
     shapes = load_shapes(Path(__file__).parents[1] / "examples" / "shapes.yaml")
-    assert list(shapes) == ["train-fixed", "train-kimi-linear", "prefill-tp4", "prefill-k3-tp32"]
+    assert list(shapes) == [
+        "train-fixed", "train-kimi-linear", "train-fixed-step", "train-kimi-linear-step",
+        "prefill-tp4", "prefill-k3-tp32",
+    ]  # fmt: skip
     assert (shapes["train-fixed"].tokens, shapes["train-fixed"].heads) == (8192, 32)
 
 

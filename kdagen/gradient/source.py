@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+from pathlib import Path
 
 from kdagen.chips import Chip
+from kdagen.generate import TEMPLATE as FORWARD_TEMPLATE
 from kdagen.generate import (
     Generated,
     GenerateError,
     _environment,
     code_hash,
 )
+from kdagen.generate import variant_id as forward_id
+from kdagen.gradient.step import Step, keeping
 from kdagen.gradient.variant import BackwardVariant, Request
 from kdagen.kernels.tiling import LANES
 from kdagen.problem import Problem, canonical_json
@@ -29,6 +34,28 @@ def variant_id(problem: Problem, request: Request, variant: BackwardVariant, chi
         "parameters": variant.to_dict(),
         "plan": variant.plan(request),
         "problem": _facts(problem, request),
+    }
+    return hashlib.sha256(canonical_json(asked).encode()).hexdigest()
+
+
+@functools.cache
+def step_hash() -> str:
+    """sha256, hex, of the templates, helpers and plans of both kernels of a training step."""
+    digest = hashlib.sha256()
+    for template in (TEMPLATE, FORWARD_TEMPLATE):
+        digest.update(code_hash.__wrapped__(template).encode())
+    digest.update((Path(__file__).parent / "plan.py").read_bytes())
+    return digest.hexdigest()
+
+
+def step_id(problem: Problem, step: Step, chip: Chip) -> str:
+    """sha256, hex, of the ids of a step's kernels, the gradient being that of every operand, and
+    its policy."""
+    kept, request = keeping(problem), Request.everything(problem)
+    asked = {
+        "forward": forward_id(kept, step.forward, chip),
+        "backward": variant_id(kept, request, step.backward, chip),
+        "residuals": step.residuals,
     }
     return hashlib.sha256(canonical_json(asked).encode()).hexdigest()
 

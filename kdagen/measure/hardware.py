@@ -19,10 +19,13 @@ from typing import Any
 
 from kdagen.chips import get_chip
 from kdagen.compiler.aot import worker_environment
-from kdagen.measure import offline, operands
+from kdagen.gradient.step import Step
+from kdagen.measure import offline, operands, steps
 from kdagen.measure.rejected import Rejected
 from kdagen.problem import Problem
 from kdagen.variant import Variant
+
+Function = Callable[..., Any]
 
 _PCI_VENDOR = "0x1ae0"
 _PROBE_SECONDS = 300.0
@@ -88,35 +91,106 @@ def run_paired(
 def _measure(
     chip: str, problem: dict[str, Any], variants: Sequence[dict[str, Any]], repeats: int
 ) -> list[dict[str, float]]:
-    import jax
-
     asked = Problem.from_dict(problem)
-    values = operands.in_layout(operands.draw(asked, _SEED), asked)
-    arguments = [
-        None if given is None else values[name].reshape(given[0])
-        for name, given in operands.projected(asked).items()
-    ]
-    calls: dict[str, Callable[[], Any]] = {}
+    arguments = list(_drawn(asked).values())
+    calls = {}
     for index, fields in enumerate(variants):
         forward = offline.forward_of(asked, Variant.from_dict(fields), get_chip(chip))
-        name = f"candidate_{index}"
-        forward.__name__ = forward.__qualname__ = name
-        calls[name] = functools.partial(jax.jit(forward), *arguments)
+        calls[f"candidate_{index}"] = (forward, arguments)
+    durations = timed(calls, repeats)
+    return [statistics(name, durations, repeats) for name in calls]
+
+
+def run_step(chip: str, problem: dict[str, Any], variant: dict[str, Any]) -> dict[str, Any]:
+    """As ``run``, of a training step: the figures of ``steps.run`` with measured times."""
+    figures = steps.run(chip, problem, variant)
+    (times,) = _measure_steps(chip, problem, [variant], _REPEATS)
+    return {**figures, **times}
+
+
+def run_steps_paired(
+    chip: str, problem: dict[str, Any], variants: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """As ``run_paired``, of training steps."""
+    return {"times": _measure_steps(chip, problem, variants, _PAIRED_REPEATS)}
+
+
+def _measure_steps(
+    chip: str, problem: dict[str, Any], variants: Sequence[dict[str, Any]], repeats: int
+) -> list[dict[str, float]]:
+    import jax
+
+    asked, target = Problem.from_dict(problem), get_chip(chip)
+    drawn = _drawn(asked)
+    calls: dict[str, tuple[Function, list[Any]]] = {}
+    for index, fields in enumerate(variants):
+        step = Step.from_dict(fields)
+        forward, given = steps.forward_program(asked, step, target)
+        arguments = [drawn[name] for name in given]
+        gradient, wanted = steps.gradient_program(asked, step, target)
+        results = jax.jit(forward)(*arguments)._asdict()
+        # any values will do for cotangents: those of the results are of the right size and shape
+        known = {**drawn, **{name: results[name] for name in steps.RESIDUALS}}
+        known |= {"d_output": results["output"], "d_final": results["final_state"]}
+        calls[f"forward_{index}"] = (forward, arguments)
+        calls[f"backward_{index}"] = (gradient, [known[name] for name in wanted])
+    durations = timed(calls, repeats)
+    return [step_statistics(index, durations, repeats) for index in range(len(variants))]
+
+
+def step_statistics(
+    index: int, durations: Mapping[str, Sequence[float]], repeats: int
+) -> dict[str, float]:
+    """As ``statistics``, of the functions ``forward_`` and ``backward_`` with that index."""
+    forward = statistics(f"forward_{index}", durations, repeats)
+    backward = statistics(f"backward_{index}", durations, repeats)
+    seconds = forward["seconds"] + backward["seconds"]
+    off = sum(part["spread"] * part["seconds"] for part in (forward, backward))
+    return {
+        "seconds": seconds,
+        "spread": off / seconds,
+        "forward_seconds": forward["seconds"],
+        "backward_seconds": backward["seconds"],
+    }
+
+
+def _drawn(problem: Problem) -> dict[str, Any]:
+    """Random values of ``operands.projected``."""
+    values = operands.in_layout(operands.draw(problem, _SEED), problem)
+    return {
+        name: None if given is None else values[name].reshape(given[0])
+        for name, given in operands.projected(problem).items()
+    }
+
+
+def timed(calls: Mapping[str, tuple[Function, list[Any]]], repeats: int) -> dict[str, list[float]]:
+    """Device seconds of ``repeats`` runs of each function of its arguments, taken in turn, by
+    ``jit_`` and its name."""
+    import jax
+
+    jitted = {}
+    for name, (function, arguments) in calls.items():
+        function.__name__ = function.__qualname__ = name
+        jitted[name] = functools.partial(jax.jit(function), *arguments)
     with tempfile.TemporaryDirectory() as directory:
-        for call in calls.values():
+        for call in jitted.values():
             jax.block_until_ready(call())
         with jax.profiler.trace(directory):
             for _ in range(repeats):
-                for call in calls.values():
+                for call in jitted.values():
                     jax.block_until_ready(call())
         (trace,) = Path(directory).rglob("*.xplane.pb")
-        durations = module_seconds(trace.read_bytes())
-    return [_statistics(name, durations, repeats) for name in calls]
+        return module_seconds(trace.read_bytes())
 
 
-def _statistics(
+def statistics(
     name: str, durations: Mapping[str, Sequence[float]], repeats: int
 ) -> dict[str, float]:
+    """Median and spread of what ``timed`` recorded of one function.
+
+    Raises:
+      Rejected: fewer than half of the runs were recorded.
+    """
     times = durations.get(f"jit_{name}", ())
     if len(times) < repeats // 2:
         raise Rejected("died", f"the profiler recorded {len(times)} of {repeats} runs")

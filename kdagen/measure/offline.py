@@ -35,9 +35,27 @@ def run(chip: str, problem: dict[str, Any], variant: dict[str, Any]) -> dict[str
       Rejected: the compiler refused, with status "vmem" or "compile_failed".
     """
     asked, how, target = Problem.from_dict(problem), Variant.from_dict(variant), get_chip(chip)
-    short = shortened(asked, how)
+    short = shortened(asked, how.block_tokens)
+    return figures(
+        lambda: compiled(short, how, target),
+        missing=missing_blocks(asked, how.block_tokens),
+        floor=operands.floor_bytes(asked) + operands.residual_bytes(asked, how),
+    )
+
+
+def figures(compiled: Callable[[], list[Schedule]], *, missing: int, floor: int) -> dict[str, Any]:
+    """What ``run`` returns, of a program with one kernel.
+
+    Args:
+      compiled: gives the schedules of the program.
+      missing: blocks by which it is shorter than the real one.
+      floor: bytes of operands and results at the real length.
+
+    Raises:
+      Rejected: the compiler refused, or the kernel is not the only one.
+    """
     try:
-        schedules = compiled(short, how, target)
+        schedules = compiled()
     except aot.CompileError as error:
         status = "vmem" if error.kind == "vmem" else "compile_failed"
         raise Rejected(status, error.message) from error
@@ -46,11 +64,11 @@ def run(chip: str, problem: dict[str, Any], variant: dict[str, Any]) -> dict[str
         raise Rejected("compile_failed", f"{len(kernels)} kernels in the program, one expected")
     (kernel,) = kernels
     around = sum(_seconds_around(s) for s in schedules if not s.is_kernel)
-    steps = _steps(kernel, asked, short, how)
+    # length of the last grid axis at the real length; None where that was compiled
+    steps = kernel.steps + missing if missing and kernel.steps else None
     predicted = model.predict(kernel, steps=steps)
     report = kernel.report()
     bytes_in, bytes_out = _moved(kernel, steps)
-    floor = operands.floor_bytes(asked) + operands.residual_bytes(asked, how)
     loop = report.main_loop
     rounds = loop.rounds + 1 if loop else 1
     return {
@@ -62,7 +80,7 @@ def run(chip: str, problem: dict[str, Any], variant: dict[str, Any]) -> dict[str
         "dma_in_bytes": bytes_in,
         "dma_out_bytes": bytes_out,
         "floor_bytes": floor,
-        "floor_seconds": model.hbm_floor_seconds(target, floor / kernel.cores),
+        "floor_seconds": model.hbm_floor_seconds(kernel.chip, floor / kernel.cores),
         "vmem_used_bytes": report.vmem_bytes,
         "vmem_limit_bytes": report.vmem_limit_bytes,
     }
@@ -93,10 +111,15 @@ def forward_of(problem: Problem, variant: Variant, chip: Chip) -> Callable[..., 
     return forward
 
 
-def shortened(problem: Problem, variant: Variant) -> Problem:
+def missing_blocks(problem: Problem, block_tokens: int) -> int:
+    """Blocks of a grid step each that ``shortened`` leaves out."""
+    return max(-(-problem.tokens // block_tokens) - _BLOCKS, 0)
+
+
+def shortened(problem: Problem, block_tokens: int) -> Problem:
     """The problem with fewer blocks and the same rest in the last one: its code is the same."""
-    missing = max(_blocks(problem, variant) - _BLOCKS, 0)
-    return dataclasses.replace(problem, tokens=problem.tokens - missing * variant.block_tokens)
+    missing = missing_blocks(problem, block_tokens)
+    return dataclasses.replace(problem, tokens=problem.tokens - missing * block_tokens)
 
 
 def program(problem: Problem, variant: Variant, chip: Chip) -> aot.CompiledFor:
@@ -135,16 +158,6 @@ def _seconds_around(schedule: Schedule) -> float:
         return model.predict(schedule).seconds
     except WalkError:
         return 0.0
-
-
-def _blocks(problem: Problem, variant: Variant) -> int:
-    return -(-problem.tokens // variant.block_tokens)
-
-
-def _steps(kernel: Schedule, asked: Problem, short: Problem, variant: Variant) -> int | None:
-    """Length of the last grid axis at the real length; None where that was compiled."""
-    missing = _blocks(asked, variant) - _blocks(short, variant)
-    return kernel.steps + missing if missing and kernel.steps else None
 
 
 def _moved(kernel: Schedule, steps: int | None) -> tuple[int, int]:

@@ -15,11 +15,14 @@ from kdagen.variant import Variant
 BYTES = {"bfloat16": 2, "float32": 4}
 
 _PER_TOKEN = ("query", "key", "value", "gate")
+_WITH_HEADS = (*_PER_TOKEN, "beta", "output", "corrected", "d_output")
+"""Operands, results and gradients that the layout arranges."""
 
 Shaped = dict[str, tuple[tuple[int, ...], str]]
+Given = tuple[tuple[int, ...], str] | None
 
 
-def inputs(problem: Problem) -> dict[str, tuple[tuple[int, ...], str] | None]:
+def inputs(problem: Problem) -> dict[str, Given]:
     """Shape and dtype name of every array argument of ``forward`` in its order, None if absent.
 
     query, key [H, B, T, K]; value [HV, B, T, V]; gate [HV, B, T, K]; beta [HV, B, T], or in layout
@@ -47,17 +50,23 @@ def inputs(problem: Problem) -> dict[str, tuple[tuple[int, ...], str] | None]:
     }
 
 
-def projected(problem: Problem) -> dict[str, tuple[tuple[int, ...], str] | None]:
+def projected(problem: Problem) -> dict[str, Given]:
     """``inputs`` as the projections of a model give them: in layout "BTHD" with the heads side by
     side, [B, T, H * D], which is another arrangement in memory than [B, T, H, D]."""
-    given = inputs(problem)
-    if problem.layout == "BTHD":
-        for name in _PER_TOKEN:
-            shaped = given[name]
-            assert shaped is not None
+    return side_by_side(problem, inputs(problem))
+
+
+def side_by_side(problem: Problem, given: dict[str, Given]) -> dict[str, Given]:
+    """Shapes by name, in layout "BTHD" with the heads of what is per token side by side."""
+    if problem.layout == "HBTD":
+        return given
+    flat = dict(given)
+    for name in (*_PER_TOKEN, "corrected", "d_output"):
+        shaped = given.get(name)
+        if shaped is not None:
             (batch, tokens, heads, width), dtype = shaped
-            given[name] = ((batch, tokens, heads * width), dtype)
-    return given
+            flat[name] = ((batch, tokens, heads * width), dtype)
+    return flat
 
 
 def in_layout(values: dict[str, Any], problem: Problem) -> dict[str, Any]:
@@ -66,8 +75,17 @@ def in_layout(values: dict[str, Any], problem: Problem) -> dict[str, Any]:
 
     if problem.layout == "HBTD":
         return values
-    moved = (*_PER_TOKEN, "beta")
-    return {name: jnp.moveaxis(x, 0, 2) if name in moved else x for name, x in values.items()}
+    return {n: jnp.moveaxis(x, 0, 2) if n in _WITH_HEADS else x for n, x in values.items()}
+
+
+def from_layout(values: dict[str, Any], problem: Problem) -> dict[str, Any]:
+    """The inverse of ``in_layout``; what is None stays so."""
+    if problem.layout == "HBTD":
+        return values
+    return {
+        name: x if x is None or name not in _WITH_HEADS else np.moveaxis(np.asarray(x), 2, 0)
+        for name, x in values.items()
+    }
 
 
 def outputs(problem: Problem) -> Shaped:

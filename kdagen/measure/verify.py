@@ -103,17 +103,15 @@ def call(problem: Problem, variant: Variant, chip: Chip, values: dict[str, Any])
 
     ``values`` and results are in layout "HBTD", whatever that of the problem is.
     """
+    results = operands.from_layout(raw(problem, variant, chip, values), problem)
+    return {name: x for name, x in results.items() if x is not None}
+
+
+def raw(problem: Problem, variant: Variant, chip: Chip, values: dict[str, Any]) -> dict[str, Any]:
+    """As ``call``, with the results as the kernel gives them, None those that it does not."""
     run = interpreted(generate(problem, variant, chip), problem)
     given = operands.in_layout(values, problem)
-    got = run(*(given.get(name) for name in operands.inputs(problem)))
-    results = {name: x for name, x in got._asdict().items() if x is not None}
-    if problem.layout == "BTHD":
-        results |= {
-            name: np.moveaxis(np.asarray(results[name]), 2, 0)
-            for name in ("output", "corrected", "gate")
-            if name in results
-        }
-    return results
+    return run(*(given.get(name) for name in operands.inputs(problem)))._asdict()
 
 
 def static_arguments(problem: Problem) -> dict[str, Any]:

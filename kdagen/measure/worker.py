@@ -30,12 +30,20 @@ TASKS = {
     "hardware": ("kdagen.measure.hardware", "run"),
     "paired": ("kdagen.measure.hardware", "run_paired"),
 }
+# Of a problem that is trained, whose variants are steps.
+STEP_TASKS = {
+    "offline": ("kdagen.measure.steps", "run"),
+    "verify": ("kdagen.measure.verify_steps", "run"),
+    "hardware": ("kdagen.measure.hardware", "run_step"),
+    "paired": ("kdagen.measure.hardware", "run_steps_paired"),
+}
 
 
 def handle(request: dict[str, Any]) -> dict[str, Any]:
     """Run the request's task; what it returned, or why the candidate came to nothing."""
     arguments = dict(request)
-    module, function = TASKS[arguments.pop("task")]
+    tasks = STEP_TASKS if arguments["problem"].get("residuals") else TASKS
+    module, function = tasks[arguments.pop("task")]
     run: Callable[..., dict[str, Any]] = getattr(importlib.import_module(module), function)
     try:
         return {"value": run(**arguments)}

@@ -16,7 +16,8 @@ class Options:
       use_gate_in_kernel: the gate operand is raw and has to be activated.
       lower_bound: of a raw gate, in [-5, 0), or None for the softplus activation.
       output_final_state: the caller wants the final state.
-      residuals: "save" keeps chunk-start states for the backward, "rematerialize" the inputs only.
+      residuals: "save" keeps chunk-start states for the backward, "rematerialize" the inputs only;
+        None leaves it to the implementation.
       layout: of what is per token: "HBTD" is [H, B, T, D] and "BTHD" is [B, T, H, D]. Operands,
         output and gradients all have it; an implementation converts what it looks at, and no more.
     """
@@ -26,5 +27,5 @@ class Options:
     use_gate_in_kernel: bool = False
     lower_bound: float | None = None
     output_final_state: bool = True
-    residuals: str = "save"
+    residuals: str | None = None
     layout: str = "HBTD"

@@ -13,11 +13,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from kdagen.chips import CHIPS, get_chip
+from kdagen.gradient.step import Step
+from kdagen.problem import Problem
 from kdagen.report import words
-from kdagen.runtime.table import read_variant
+from kdagen.runtime.table import read_parameters
 from kdagen.search.run import Run, Summary
 from kdagen.search.shape import ShapeSearch
-from kdagen.store.tuned import Entry, Store
+from kdagen.store.tuned import Entry, Result, Store
 from kdagen.variant import Variant, VariantError
 
 # Of a table that goes to a file or a pipe.
@@ -37,12 +39,26 @@ def _table(*columns: str) -> Table:
     return table
 
 
+# Of training steps, after the time of the whole.
+_STEP_COLUMNS = ("forward + gradient", "residuals, MiB", "temporary, MiB")
+
+
+def _step_cells(result: Result) -> list[str]:
+    return [
+        words.parts(result) if result.forward_seconds else "-",
+        words.mebibytes(result.residual_bytes),
+        words.mebibytes(result.temporary_bytes),
+    ]
+
+
 def summary(run: Run) -> Table:
     """A line a problem: its winner against the default variant."""
+    trained = any(search.problem.trained for search in run.searches)
     table = _table(
         "shape",
         "winner",
         f"{words.kind(run.source)} time",
+        *(_STEP_COLUMNS if trained else ()),
         "default",
         "against default",
         "of HBM",
@@ -50,7 +66,7 @@ def summary(run: Run) -> Table:
         "error",
     )
     for search in run.searches:
-        table.add_row(*_summary_row(search))
+        table.add_row(*_summary_row(search, trained))
     for name in run.refused:
         table.add_row(name, "refused")
     for name, other in run.same.items():
@@ -58,7 +74,7 @@ def summary(run: Run) -> Table:
     return table
 
 
-def _summary_row(search: ShapeSearch) -> list[str]:
+def _summary_row(search: ShapeSearch, trained: bool) -> list[str]:
     shown = search.winner or search.best
     default = search.default_result
     if shown is None:
@@ -72,6 +88,7 @@ def _summary_row(search: ShapeSearch) -> list[str]:
         search.name,
         label,
         words.seconds(shown.seconds),
+        *(_step_cells(shown) if trained else []),
         words.seconds(default.seconds if default else None),
         words.ratio(shown, default),
         words.hbm_share(shown),
@@ -88,7 +105,7 @@ def summary_notes(run: Run) -> list[str]:
         if shown is None:
             notes.append(f"{search.name}: no candidate came through")
         else:
-            notes.append(f"{search.name}: {words.variant(_variant(shown.variant))}")
+            notes.append(f"{search.name}: {words.variant(_variant(shown.variant, search.problem))}")
     return notes + [f"{name}: {reason}" for name, reason in run.refused.items()]
 
 
@@ -108,11 +125,13 @@ def reasons(searches: Iterable[ShapeSearch]) -> Table | None:
 def entries(rows: Sequence[Entry], *, every: bool) -> tuple[Table, list[str]]:
     """A line a result of one environment, of the winners or of every candidate; and a numbered note
     on each, its variant and what became of it. The gain is over the default variant."""
+    trained = any(row.problem.trained for row in rows if every or row.is_winner)
     table = _table(
         "",
         "shape",
         *(["status"] if every else []),
         "time",
+        *(_STEP_COLUMNS if trained else ()),
         "gain",
         "of HBM",
         "VMEM, MiB",
@@ -126,14 +145,19 @@ def entries(rows: Sequence[Entry], *, every: bool) -> tuple[Table, list[str]]:
         if not (every or row.is_winner):
             continue
         number = f"{len(notes) + 1}"
-        failed = f" ({result.status}: {result.reason})" if result.status != "ok" else ""
-        notes.append(f"{number}: {words.variant(_variant(result.variant))}{failed}")
+        failed = f" ({result.status}: {result.reason})" if result.reason else ""
+        allowed = ""
+        if row.is_winner and row.problem.trained:
+            allowed = f", chosen under {words.limit(row.residual_limit_bytes)} of residuals"
+        variant = words.variant(_variant(result.variant, row.problem))
+        notes.append(f"{number}: {variant}{allowed}{failed}")
         status = "winner" if row.is_winner else result.status
         table.add_row(
             number,
             row.name,
             *([status] if every else []),
             words.seconds(result.seconds),
+            *(_step_cells(result) if trained else []),
             words.ratio(result, defaults.get(_place(row))),
             words.hbm_share(result),
             words.vmem(result),
@@ -223,8 +247,8 @@ def _place(row: Entry) -> tuple[int, str, str]:
     return row.environment_id, row.problem.to_json(), row.result.source
 
 
-def _variant(text: str) -> Variant | str:
+def _variant(text: str, problem: Problem) -> Variant | Step | str:
     try:
-        return read_variant(text)
+        return read_parameters(text, problem)
     except VariantError:
         return text  # of a version with other parameters

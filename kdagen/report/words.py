@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from kdagen.chips import CALIBRATED_WITH, Chip
+from kdagen.gradient.step import CUTS, KEPT, Step
+from kdagen.gradient.variant import BackwardVariant
 from kdagen.problem import Problem
 from kdagen.store.tuned import Environment, Result
 from kdagen.variant import Variant
@@ -58,15 +60,29 @@ def error(result: Result) -> str:
     return "NaN" if value is None or value != value else f"{value:.1e}"
 
 
-def variant(v: Variant | str) -> str:
+def mebibytes(value: int | None) -> str:
+    """A size of HBM in MiB."""
+    return "-" if value is None else f"{value / MIB:.1f}"
+
+
+def limit(value: int | None) -> str:
+    """What the residuals of a winner were allowed."""
+    return "no limit" if value is None else f"limit {value / MIB:.1f} MiB"
+
+
+def parts(result: Result) -> str:
+    """Forward and gradient of a step's time."""
+    return f"{seconds(result.forward_seconds)} + {seconds(result.backward_seconds)}"
+
+
+def variant(v: Variant | Step | str) -> str:
     """The parameters, without names where their form tells; a text stands for itself."""
     if isinstance(v, str):
         return v
+    if isinstance(v, Step):
+        return f"{v.residuals}; forward: {variant(v.forward)}; backward: {_backward(v.backward)}"
     parts = [
-        f"chunk {v.chunk}",
-        f"heads {v.heads}",
-        *([f"rows {v.rows}"] if v.rows > 1 else []),
-        f"chunks {v.chunks}",
+        *_cuts(v),
         f"{v.decay} {v.sub_block}",
         f"inverse {v.inverse_block} {v.inverse_dtype}",
         f"depth {v.weight_depth}",
@@ -82,11 +98,26 @@ def variant(v: Variant | str) -> str:
     return ", ".join(parts)
 
 
+def _cuts(v: Variant | BackwardVariant) -> list[str]:
+    rows = [f"rows {v.rows}"] if v.rows > 1 else []
+    return [f"chunk {v.chunk}", f"heads {v.heads}", *rows, f"chunks {v.chunks}"]
+
+
+def _backward(v: BackwardVariant) -> str:
+    """What it does not share with the forward."""
+    shared = {*CUTS, *KEPT}
+    return ", ".join(
+        f"{name} {value}" for name, value in v.to_dict().items() if name not in shared and value
+    )
+
+
 def problem(p: Problem) -> str:
     """The facts of a call that matter for its speed."""
     gate = p.gate if p.lower_bound is None else f"{p.gate} {p.lower_bound:g}"
     heads = f"H {p.heads}" if p.value_heads == p.heads else f"H {p.heads} HV {p.value_heads}"
-    return f"B {p.batch} T {p.tokens} {heads} K {p.key_dim} V {p.value_dim} {p.dtype} {gate}"
+    return f"B {p.batch} T {p.tokens} {heads} K {p.key_dim} V {p.value_dim} {p.dtype} {gate}" + (
+        f", trained, residuals {p.residuals}" if p.trained else ""
+    )
 
 
 def origin(source: str, environment: Environment, chip: Chip) -> str:

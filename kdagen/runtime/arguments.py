@@ -303,7 +303,7 @@ def check_call(
         use_gate_in_kernel=raw,
         lower_bound=bound,
         output_final_state=_flag("output_final_state", output_final_state),
-        residuals=residuals or "save",
+        residuals=residuals,
         layout=layout,
     )
     return Call(operands, edges, valid, options, names)

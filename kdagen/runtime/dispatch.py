@@ -6,9 +6,13 @@ In this order:
    that has one;
 2. the nearest row of the chip: the same key tuned with another generator, else the fewest facts
    that differ, heads and widths counted by their ratio;
-3. `kdagen.variant.default_variant`.
+3. `kdagen.variant.default_variant`, of a training step the default backward and a forward cut like
+   it (`kdagen.gradient.step.paired`).
 
-A row is used only if `kdagen.variant.check` finds it legal for this problem on this chip. Where
+A problem that is trained has rows of its own, whose variants are training steps. Those tuned for
+"residuals: tuned" serve either policy, and those tuned for "save" a call that names none.
+
+A row is used only if `check` finds it legal for this problem on this chip. Where
 there are several of a key, measured goes before modelled, then the same JAX and libtpu, then the
 nearest length and batch, then the later environment. Tables are the user's (`configure`,
 $KDAGEN_DB or what `kdagen tune` wrote), then the packaged ones.
@@ -29,13 +33,14 @@ import jax
 
 from kdagen.chips import CHIPS, Chip
 from kdagen.errors import KdagenError
-from kdagen.problem import Problem, ProblemError, canonical_json
+from kdagen.gradient.step import Step, check_any, paired
+from kdagen.problem import TUNED, Problem, ProblemError, canonical_json
 from kdagen.runtime.table import (
     Row,
     packaged_tables,
+    read_parameters,
     read_problem,
     read_table,
-    read_variant,
     user_table,
 )
 from kdagen.runtime.target import NoKernelError, warn_once
@@ -59,13 +64,13 @@ class Choice:
     """A legal variant and how it was found.
 
     Attributes:
-      variant: what to run.
+      variant: what to run; a `Step` where the problem is trained.
       origin: "tuned", "nearest" or "default".
       note: for the last two, what was missing and what was taken instead, in words.
       table: for the first, the file of the row.
     """
 
-    variant: Variant
+    variant: Variant | Step
     origin: str
     note: str = ""
     table: Path | None = None
@@ -134,31 +139,58 @@ def find(problem: Problem, chip: Chip, tables: tuple[Path, ...]) -> Choice:
       NoKernelError: no variant is legal, so no kernel serves the problem.
       TableError: a table is absent or unreadable.
     """
-    from kdagen.generate import code_hash
-
-    generator = code_hash()
     try:
-        default = default_variant(problem, chip)
+        default = _default(problem, chip, tables)
     except VariantError as error:
         raise NoKernelError(str(error)) from error
+    generator, keys = _generator(problem), _keys(problem)
     by_table = [_of_chip(path, chip) for path in tables]
     for path, table in zip(tables, by_table, strict=True):
-        same_key = [row for row in table if row.problem_key == problem.key()]
-        current = [row for row in same_key if row.generator == generator]
-        if (found := _first_legal(_by_trust(current, problem), problem, chip)) is not None:
-            return Choice(found[1], "tuned", table=path)
+        current = [row for row in table if row.generator == generator]
+        for key in keys:
+            same_key = [row for row in current if row.problem_key == key]
+            if (found := _first_legal(_by_trust(same_key, problem), problem, chip)) is not None:
+                return Choice(found[1], "tuned", table=path)
     rows = [row for table in by_table for row in table if _parsed(row) is not None]
     asked = f"kdagen: {problem.to_json()} is not tuned for {chip.name}"
     nearest = sorted(_by_trust(rows, problem), key=lambda row: _distance(row, problem))
     if (found := _first_legal(nearest, problem, chip)) is not None:
         row, variant = found
-        if row.problem_key == problem.key():
+        if row.problem_key in keys:
             what = "a row tuned with another version of the kernels"
         else:
             what = f"the variant tuned for {row.problem}, which is legal here"
         note = f"{asked}; it runs on {what}."
         return Choice(variant, "nearest", note)
     return Choice(default, "default", f"{asked}; it runs on the default variant.")
+
+
+def _default(problem: Problem, chip: Chip, tables: tuple[Path, ...]) -> Variant | Step:
+    if not problem.trained:
+        return default_variant(problem, chip)
+    forward = find(replace(problem, residuals=None), chip, tables).variant
+    assert isinstance(forward, Variant)
+    return paired(problem, forward, (chip,))
+
+
+def _generator(problem: Problem) -> str:
+    """The hash of what generates the code of a problem today."""
+    if problem.trained:
+        from kdagen.gradient.source import step_hash
+
+        return step_hash()
+    from kdagen.generate import code_hash
+
+    return code_hash()
+
+
+def _keys(problem: Problem) -> list[str]:
+    """Keys of the rows that are tuned for a problem, in the order in which they are taken."""
+    keys = [problem.key()]
+    if problem.trained:
+        other = "save" if problem.residuals == TUNED else TUNED
+        keys.append(replace(problem, residuals=other).key())
+    return keys
 
 
 def _of_chip(path: Path, chip: Chip) -> list[Row]:
@@ -190,15 +222,31 @@ def _libtpu_version() -> str:
         return ""
 
 
-def _first_legal(rows: Iterable[Row], problem: Problem, chip: Chip) -> tuple[Row, Variant] | None:
+def _first_legal(
+    rows: Iterable[Row], problem: Problem, chip: Chip
+) -> tuple[Row, Variant | Step] | None:
     for row in rows:
+        other = _parsed(row)
+        if other is None or other.trained != problem.trained:
+            continue
         try:
-            variant = read_variant(row.variant)
+            variant = read_parameters(row.variant, other)
         except VariantError:
             continue  # of another version: a parameter has gone or come
-        if check(variant, problem, chip) is None:
+        if isinstance(variant, Step):
+            variant = _with_policy(variant, other, problem)
+        if check_any(variant, problem, chip) is None:
             return row, variant
     return None
+
+
+def _with_policy(step: Step, tuned: Problem, problem: Problem) -> Step:
+    """A step tuned for another problem, with the policy that this one has: one that was chosen by
+    tuning is kept where any will do."""
+    if problem.residuals != TUNED:
+        assert problem.residuals is not None
+        return replace(step, residuals=problem.residuals)
+    return step if tuned.residuals == TUNED else replace(step, residuals="save")
 
 
 _SIZES = ("heads", "value_heads", "key_dim", "value_dim")

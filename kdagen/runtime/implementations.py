@@ -78,7 +78,7 @@ class Chunked:
         return self
 
     def forward(self, operands: Operands, boundaries: jax.Array | None, keep: bool) -> Computed:
-        keep = keep and self.options.residuals == "save"
+        keep = keep and self.options.residuals != "rematerialize"
         output, final, states = chunked.forward(
             operands, boundaries, self.options, keep_states=keep
         )

@@ -77,10 +77,10 @@ def kimi_delta_attention(
       max_num_segments: N, needed with segment_ids unless there is an initial_state.
       context_parallel: None; no implementation of this version runs context parallel.
       layout: "HBTD" or "BTHD".
-      residuals: what is kept for the gradient: "save" (the default) the inputs and the states at
-        the start of every chunk, "rematerialize" the inputs only, from which the gradient makes the
-        states again. They carry the checkpoint names "kda_chunk_states" and "kda_query", "kda_key"
-        and so on.
+      residuals: what is kept for the gradient: "save" the inputs and the states at the start of
+        every chunk, with what else the tuned kernel reads; "rematerialize" the inputs only, from
+        which the gradient makes the rest again; None what tuning chose for the call, else "save".
+        They carry the checkpoint names "kda_chunk_states", "kda_query", "kda_key" and so on.
       implementation: "pallas" (generated TPU kernels; interpreted on other platforms),
         "xla_chunked" (chunk form in plain JAX), "recurrent" (token by token), tokamax's "mosaic"
         and "xla" for the first and the last, a sequence of names tried in order, or None: "pallas"

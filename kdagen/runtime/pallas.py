@@ -8,8 +8,9 @@ from typing import Any
 import jax
 
 from kdagen.chips import CHIPS, Chip, get_chip
+from kdagen.gradient.step import Step, keeping, of_first, paired
 from kdagen.gradient.variant import Request
-from kdagen.problem import Problem
+from kdagen.problem import TUNED, Problem
 from kdagen.reference.layout import heads_first_shape
 from kdagen.reference.options import PER_TOKEN, Options
 from kdagen.reference.varying import varying_alike
@@ -18,7 +19,6 @@ from kdagen.runtime.batching import over_rows
 from kdagen.runtime.dispatch import choose, portable_choice
 from kdagen.runtime.implementations import Chunked, Computed, Cotangents, Kept, Operands
 from kdagen.runtime.target import NoKernelError, Target, warn_once
-from kdagen.runtime.training import Pair, pair
 from kdagen.variant import LANES, Variant, VariantError, check, default_variant
 
 
@@ -30,9 +30,10 @@ class Fused:
       problem, options: what is computed.
       chip: name of the chip that they are generated for.
       interpret: run by Pallas' interpreter, on any platform.
-      forward_variant: how the forward runs, None until it is settled.
-      pair: of a differentiated call, the backward and the forward that serves it; None until it is
-        settled and where no backward kernel serves, whose gradient is then that of the chunk form.
+      forward_variant: how the forward of a call that is not differentiated runs; None until it is
+        settled.
+      step: how a differentiated call runs; None until it is settled, and where no backward kernel
+        serves, whose gradient is then that of the chunk form.
       portable: legal on every chip, and not to be tuned.
       required: only a kernel will do, for the gradient as well.
     """
@@ -42,36 +43,45 @@ class Fused:
     chip: str
     interpret: bool = False
     forward_variant: Variant | None = None
-    pair: Pair | None = None
+    step: Step | None = None
     portable: bool = False
     required: bool = False
 
     def settled(self, differentiated: bool) -> Fused:
         """With tuned variants, or those that there are: `kdagen.runtime.dispatch.choose`."""
+        if differentiated:
+            try:
+                return replace(self, step=self._chosen_step())
+            except NoKernelError as error:
+                if self.required:
+                    raise
+                warn_once(f"the gradient of kimi_delta_attention runs on 'xla_chunked': {error}")
+        chosen = self.forward_variant or choose(self.problem, get_chip(self.chip)).variant
+        assert isinstance(chosen, Variant)
+        return replace(self, forward_variant=chosen)
+
+    def _chosen_step(self) -> Step:
+        problem = replace(self.problem, residuals=self.options.residuals or TUNED)
         chip = get_chip(self.chip)
-        chosen = self.forward_variant or choose(self.problem, chip).variant
-        if not differentiated:
-            return replace(self, forward_variant=chosen)
+        if self.forward_variant is None:
+            chosen = choose(problem, chip).variant
+            assert isinstance(chosen, Step)
+            return chosen
         chips = (chip, *CHIPS.values()) if self.portable else (chip,)
         try:
-            found = pair(self.problem, chosen, chips, small=self.interpret)
-        except NoKernelError as error:
-            if self.required:
-                raise
-            warn_once(f"the gradient of kimi_delta_attention runs on 'xla_chunked': {error}")
-            return replace(self, forward_variant=chosen)
-        return replace(self, forward_variant=chosen, pair=found)
+            return paired(problem, self.forward_variant, chips, small=self.interpret)
+        except VariantError as error:
+            raise NoKernelError(str(error)) from error
 
     def forward(self, operands: Operands, boundaries: jax.Array | None, keep: bool) -> Computed:
-        assert boundaries is None and self.forward_variant is not None
-        problem, variant = self.problem, self.forward_variant
-        if keep and self.pair is not None:
+        assert boundaries is None
+        if self.step is None:
+            assert self.forward_variant is not None
+            results = self._forward(self.problem, self.forward_variant, operands)
+        else:
             # both policies run what is cut alike, and so give the same bits
-            problem, variant = self.pair.problem, self.pair.forward
-            if self.options.residuals == "rematerialize":
-                problem = self.problem
-                variant = replace(variant, states="none", keep_inverse=False, keep_corrected=False)
-        results = self._forward(problem, variant, operands)
+            step = self.step if keep else replace(self.step, residuals="rematerialize")
+            results = self._forward(of_first(self.problem, step), step.first, operands)
         kept = {name: x for name, x in results.items() if name in _KEPT and x is not None}
         output = results["output"]
         assert output is not None
@@ -96,14 +106,15 @@ class Fused:
         cotangents: Cotangents,
         wanted: tuple[str, ...],
     ) -> dict[str, jax.Array]:
-        if self.pair is None:
+        if self.step is None:
             chunked = Chunked(self.options)
             return chunked.backward(operands, boundaries, kept, cotangents, wanted)
         from kdagen.generate import load
         from kdagen.gradient import source
 
+        problem = keeping(self.problem)
         if not kept:
-            found = self._forward(self.pair.problem, self.pair.forward, operands)
+            found = self._forward(problem, self.step.forward, operands)
             kept = {name: x for name, x in found.items() if name in _KEPT and x is not None}
         request = Request.of(
             wanted,
@@ -111,7 +122,7 @@ class Fused:
             state_cotangent=cotangents.final_state is not None,
         )
         chip = get_chip(self.chip)
-        module = load(source.generate(self.pair.problem, request, self.pair.backward, chip))
+        module = load(source.generate(problem, request, self.step.backward, chip))
         taken = [*PER_TOKEN, "a_log", "delta_time_bias"]
         given = {name: operands[name] for name in taken}
         given |= {argument: kept.get(name) for name, argument in _KEPT.items()}
@@ -199,6 +210,7 @@ def portable_kernel(call: Call, *, interpret: bool) -> Fused:
     problem = problem_of(call)
     choice, chip = portable_choice(problem)
     variant = choice.variant
+    assert isinstance(variant, Variant)
     if interpret:
         small = replace(variant, heads=1, rows=1, chunks=LANES // variant.chunk)
         variant = small if check(small, problem, chip) is None else variant

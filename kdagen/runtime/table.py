@@ -16,6 +16,7 @@ from typing import Any
 
 import kdagen
 from kdagen.errors import KdagenError
+from kdagen.gradient.step import Step
 from kdagen.problem import Problem, ProblemError
 from kdagen.variant import Variant, VariantError
 
@@ -34,7 +35,8 @@ class Row:
     """One winner of a table.
 
     Attributes:
-      problem_key, problem, variant: canonical JSON.
+      problem_key, problem, variant: canonical JSON; the last of a variant of the forward, or of a
+        training step where the problem has residuals.
       source: "hardware" for a measured time, "compiler" for a modelled one.
       seconds: of one call of the whole problem.
       spread: relative spread of the measurements, None for a modelled time.
@@ -71,16 +73,16 @@ def read_problem(text: str) -> Problem:
     return Problem.from_dict(fields)
 
 
-def read_variant(text: str) -> Variant:
-    """The variant of a table's cell.
+def read_parameters(text: str, problem: Problem) -> Variant | Step:
+    """The variant of a table's cell: of a problem that is trained a step, else a forward.
 
     Raises:
-      VariantError: it is no JSON of a variant of this version.
+      VariantError: it is no such JSON of this version.
     """
     fields = _fields(text)
     if fields is None:
         raise VariantError(f"variant: got {text}; it must be a JSON object")
-    return Variant.from_dict(fields)
+    return Step.from_dict(fields) if problem.trained else Variant.from_dict(fields)
 
 
 def _fields(text: str) -> dict[str, Any] | None:

@@ -12,9 +12,13 @@ from typing import Any
 from kdagen.chips import Chip
 from kdagen.errors import KdagenError
 from kdagen.generate import generate
+from kdagen.gradient import source
+from kdagen.gradient.step import Step, check_any, keeping, of_first
+from kdagen.gradient.variant import Request
 from kdagen.problem import Problem, ProblemError
 from kdagen.runtime import dispatch
-from kdagen.variant import Variant, VariantError, check, default_variant
+from kdagen.search.spaces import Candidate, space_of
+from kdagen.variant import Variant, VariantError, default_variant
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ def choose(
     *,
     use_default: bool = False,
     parameters: str | None = None,
+    gradient: bool = False,
 ) -> Chosen:
     """Generate what a call with these tables runs on: the winner, the nearest row or the default.
 
@@ -40,23 +45,56 @@ def choose(
       tables: result databases, looked into in turn (``kdagen.runtime.dispatch``).
       use_default: take the default variant whatever the tables hold.
       parameters: JSON of a variant to take instead. Parameters that it does not name have the
-        default variant's values.
+        default variant's values. Of a problem that is trained it is that of a step, or of one
+        of its kernels, by "forward" and "backward".
+      gradient: of a problem that is trained, the backward kernel in place of the forward.
 
     Raises:
-      VariantError: ``parameters`` is not the JSON of a variant, or of one that is not legal.
+      VariantError: ``parameters`` is not the JSON of a variant, or of one that is not legal; or
+        ``gradient`` of a problem that is not trained.
       NoKernelError: no variant serves the problem.
     """
+    if gradient and not problem.trained:
+        raise VariantError(
+            "gradient: the shape is not trained; its residuals must be 'save', 'rematerialize' or "
+            "'tuned'"
+        )
     if parameters is not None:
-        variant = _parse_variant(parameters, default_variant(problem, chip))
-        violation = check(variant, problem, chip)
-        if violation is not None:
-            raise VariantError(f"variant: not legal for this shape on {chip.name}: {violation}")
-        return Chosen(generate(problem, variant, chip).source, "as given")
-    if use_default:
-        return Chosen(generate(problem, default_variant(problem, chip), chip).source, "default")
-    found = dispatch.find(problem, chip, tuple(tables))
-    source = generate(problem, found.variant, chip).source
-    return Chosen(source, found.note or f"winner of {found.table}")
+        variant, origin = _given(parameters, problem, chip), "as given"
+    elif use_default:
+        variant, origin = space_of(problem, chip).default, "default"
+    else:
+        found = dispatch.find(problem, chip, tuple(tables))
+        variant, origin = found.variant, found.note or f"winner of {found.table}"
+    return Chosen(_source(variant, problem, chip, gradient), origin)
+
+
+def _given(text: str, problem: Problem, chip: Chip) -> Candidate:
+    fields = _object("variant", text, VariantError)
+    variant: Candidate
+    # a rendered forward that keeps residuals names its own parameters alone
+    if problem.trained and fields.keys() <= {"forward", "backward", "residuals"}:
+        default = space_of(problem, chip).default.to_dict()
+        merged = {
+            name: {**default[name], **of} if isinstance(of, dict) else of
+            for name, of in fields.items()
+        }
+        variant = Step.from_dict({**default, **merged})
+    else:
+        variant = Variant.from_dict({**default_variant(problem, chip).to_dict(), **fields})
+    violation = check_any(variant, problem, chip)
+    if violation is not None:
+        raise VariantError(f"variant: not legal for this shape on {chip.name}: {violation}")
+    return variant
+
+
+def _source(variant: Candidate, problem: Problem, chip: Chip, gradient: bool) -> str:
+    if isinstance(variant, Variant):
+        return generate(problem, variant, chip).source
+    if not gradient:
+        return generate(of_first(problem, variant), variant.first, chip).source
+    request = Request.everything(problem)
+    return source.generate(keeping(problem), request, variant.backward, chip).source
 
 
 def parse_problem(text: str) -> Problem:
@@ -72,10 +110,6 @@ def problem_name(problem: Problem) -> str:
     """A name for a problem that no file names: its sizes and gate, and a hash of all of it."""
     digest = hashlib.sha256(problem.to_json().encode()).hexdigest()[:6]
     return f"b{problem.batch}-t{problem.tokens}-h{problem.heads}-{problem.gate}-{digest}"
-
-
-def _parse_variant(text: str, default: Variant) -> Variant:
-    return Variant.from_dict({**default.to_dict(), **_object("variant", text, VariantError)})
 
 
 def _object(name: str, text: str, kind: type[KdagenError]) -> dict[str, Any]:

@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 from collections.abc import Iterable
 
 from kdagen.chips import Chip
 from kdagen.problem import Problem
+from kdagen.search.spaces import Candidate, Space
 from kdagen.store.tuned import Entry
-from kdagen.variant import Variant, VariantError, check, default_variant
-
-# What a variant takes from its problem rather than from its search.
-_STRUCTURE = ("chunk", "heads", "chunks", "decay", "sub_block", "vmem_limit_mib")
+from kdagen.variant import VariantError
 
 
-def neighbours(entries: Iterable[Entry], problem: Problem, chip: Chip, most: int) -> list[Variant]:
-    """Up to ``most`` legal variants taken from the best results for other problems and chips.
+def neighbours(
+    entries: Iterable[Entry], problem: Problem, chip: Chip, space: Space, most: int
+) -> list[Candidate]:
+    """Up to ``most`` legal candidates taken from the best results for other problems and chips.
 
-    The nearest problem first. A variant that is not legal here is tried with the default's chunks,
-    heads and factorisation: how its stages interleave may still be right.
+    The nearest problem first, those of the same kind before others. A variant that is not legal
+    here is tried with the default's chunks, heads and factorisation: how its stages interleave may
+    still be right.
     """
-    default = default_variant(problem, chip)
-    structure = {name: getattr(default, name) for name in _STRUCTURE}
-    found: dict[Variant, None] = {}
+    found: dict[Candidate, None] = {}
     for entry in _best_of_each(entries, problem, chip):
         try:
-            variant = Variant.from_dict(json.loads(entry.result.variant))
+            candidates = space.adapted(entry)
         except VariantError:
             continue  # recorded by a version with other parameters
-        for candidate in (variant, dataclasses.replace(variant, **structure)):
-            if candidate != default and check(candidate, problem, chip) is None:
+        for candidate in candidates:
+            if candidate != space.default and space.check(candidate) is None:
                 found[candidate] = None
                 break
     return list(found)[:most]
@@ -48,9 +45,10 @@ def _best_of_each(entries: Iterable[Entry], problem: Problem, chip: Chip) -> lis
         if held is None or seconds < (held.result.seconds or math.inf):
             best[place] = entry
 
-    def distance(entry: Entry) -> tuple[bool, bool, float, str]:
+    def distance(entry: Entry) -> tuple[bool, bool, bool, float, str]:
         other = entry.problem
         return (
+            other.trained != problem.trained,
             other.gate != problem.gate,
             entry.environment.chip != chip.name,
             abs(math.log(other.value_heads / problem.value_heads)),

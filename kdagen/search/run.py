@@ -47,6 +47,8 @@ class Plan:
         runs then, and the checks of would-be winners, still end. None is no limit.
       jobs: worker processes.
       seed: of the samplers.
+      residual_limit_bytes: most bytes that a training step may keep from its forward pass to its
+        gradient; None is no limit. Problems that are not trained do not heed it.
     """
 
     chip: Chip
@@ -55,6 +57,7 @@ class Plan:
     budget_seconds: float | None = None
     jobs: int = field(default_factory=lambda: os.cpu_count() or 1)
     seed: int = 0
+    residual_limit_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -83,18 +86,24 @@ class Run:
     """What a run searches, and how it comes by its times.
 
     Attributes:
-      chip, environment, source: what the rows are made for and with.
+      chip, source: what the rows are made for and with.
+      environments: what they are made in, by whether the problem is trained.
       searches: of every problem that some variant serves.
       refused: why no variant serves the others, by name.
       same: names whose problem has another name before them, and that one.
     """
 
     chip: Chip
-    environment: Environment
+    environments: dict[bool, Environment]
     source: str
     searches: list[ShapeSearch]
     refused: dict[str, str]
     same: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def environment(self) -> Environment:
+        """One of them: the versions are the same in all."""
+        return next(iter(self.environments.values()))
 
 
 @dataclass(frozen=True)
@@ -155,8 +164,11 @@ def tune(
             f"TMPDIR: got {temporary!r}; the compiler's flags take no path with white space, so "
             "that it must name a directory without"
         )
-    made_with = environment.current(chip)
-    environment_id = store.put_environment(made_with)
+    made_with = {
+        trained: environment.current(chip, trained)
+        for trained in {problem.trained for problem in plan.shapes.values()}
+    }
+    ids = {trained: store.put_environment(one) for trained, one in made_with.items()}
     searches, refused, same = [], {}, {}
     first: dict[Problem, str] = {}
     for name, problem in plan.shapes.items():
@@ -166,7 +178,15 @@ def tune(
         try:
             searches.append(
                 ShapeSearch(
-                    name, problem, chip, store, environment_id, source, plan.trials, plan.seed
+                    name,
+                    problem,
+                    chip,
+                    store,
+                    ids[problem.trained],
+                    source,
+                    plan.trials,
+                    plan.seed,
+                    plan.residual_limit_bytes,
                 )
             )
         except VariantError as error:
@@ -212,7 +232,10 @@ def _run(
             return
         for pool, _ in pools:
             outcomes = pool.wait(_POLL_SECONDS / len(pools))
-            if outcomes and environment.current(run.chip) != run.environment:
+            if outcomes and any(
+                environment.current(run.chip, trained) != made_with
+                for trained, made_with in run.environments.items()
+            ):
                 # What the workers made is not what its row would say.
                 raise TuneError(
                     "the templates, the kernels or the model changed during the run; what was "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 import time
@@ -13,14 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from kdagen.chips import Chip
-from kdagen.generate import variant_id
 from kdagen.measure.pool import Outcome
 from kdagen.problem import Problem
 from kdagen.search import finals
 from kdagen.search.neighbours import neighbours
+from kdagen.search.spaces import Candidate, space_of
 from kdagen.search.study import Study
 from kdagen.store.tuned import Result, Store, TensorError
-from kdagen.variant import Variant, check, default_variant
 
 _NEIGHBOURS = 4
 
@@ -40,7 +38,7 @@ class Job:
 
     shape: str
     task: str
-    variants: tuple[Variant, ...]
+    variants: tuple[Candidate, ...]
 
     @property
     def timeout(self) -> float:
@@ -67,6 +65,8 @@ class ShapeSearch:
       store, environment_id, source: where rows go. Rows of an earlier run are taken over.
       trials: candidates in all, the default among them and those of earlier runs.
       seed: of the sampler.
+      residual_limit: most bytes that a training step may keep, None for no limit. The default is
+        tried all the same, to compare with, and does not win above it.
 
     Attributes:
       deadline: ``time.monotonic()`` after which no candidate is handed out but the default.
@@ -84,18 +84,21 @@ class ShapeSearch:
         source: str,
         trials: int,
         seed: int,
+        residual_limit: int | None = None,
     ) -> None:
         self.name, self.problem, self.source = name, problem, source
         self._chip, self._store, self._environment_id = chip, store, environment_id
         self._trials = trials
+        self._space = space_of(problem, chip, residual_limit)
         self._problem_id = store.put_problem(problem, name)
-        self.default = default_variant(problem, chip)
-        self._study = Study(problem, chip, trials, seed)
-        self.results: dict[Variant, Result] = {}
+        self._residual_limit = residual_limit
+        self.default = self._space.default
+        self._study = Study(self._space, trials, seed)
+        self.results: dict[Candidate, Result] = {}
         for result in store.results(environment_id, self._problem_id, source):
-            variant = _variant(result)
+            variant = self._space.read(result.variant)
             self.results[variant] = result
-            self._study.tell(variant, result.seconds if result.status == "ok" else None)
+            self._tell(variant)
         self.taken_over = len(self.tried)
         self._running: set[Job] = set()
         self._suggested = self._exhausted = self._paired = False
@@ -118,9 +121,17 @@ class ShapeSearch:
 
     @property
     def best(self) -> Result | None:
-        """The fastest result so far, checked or not."""
-        ok = [r for r in self.results.values() if r.status == "ok"]
-        return min(ok, key=lambda r: (r.seconds or math.inf, r.variant_id), default=None)
+        """The fastest result so far that may win, checked or not."""
+        able = self._able()
+        return min(able, key=lambda r: (r.seconds or math.inf, r.variant_id), default=None)
+
+    def _able(self) -> list[Result]:
+        """The results that may win if their numbers are right."""
+        return [
+            r
+            for variant, r in self.results.items()
+            if r.status == "ok" and not r.reason and not self._space.excess(variant)
+        ]
 
     @property
     def default_result(self) -> Result | None:
@@ -128,7 +139,7 @@ class ShapeSearch:
 
     def reasons(self) -> Counter[str]:
         """How many candidates came to nothing, by status and reason."""
-        return Counter(f"{r.status}: {_kind(r)}" for r in self.results.values() if r.status != "ok")
+        return Counter(f"{r.status}: {_kind(r)}" for r in self.results.values() if r.reason)
 
     def next(self, tasks: Collection[str]) -> Job | None:
         """The next job among ``tasks``, or None: there is none before another one ends, or none
@@ -162,37 +173,45 @@ class ShapeSearch:
 
     def _next_candidate(self) -> Job | None:
         if self._default_is_missing():
-            variant: Variant | None = self.default
+            variant: Candidate | None = self.default
             self._study.claim(self.default)
         else:
             if not self._suggested:
                 # Not earlier: the problems searched before this one may have found something.
                 self._suggested = True
                 entries = self._store.entries()
-                self._study.suggest(neighbours(entries, self.problem, self._chip, _NEIGHBOURS))
-            variant = self._study.ask()
+                near = neighbours(entries, self.problem, self._chip, self._space, _NEIGHBOURS)
+                self._study.suggest([*self._space.first, *near])
+            variant = self._recombined() or self._study.ask()
             for illegal in self._study.take_illegal():
-                reason = str(check(illegal, self.problem, self._chip))
+                reason = str(self._space.check(illegal))
                 self._record(illegal, status="illegal", reason=reason)
             self._exhausted = variant is None
         if variant is None:
             return None
         return Job(self.name, CANDIDATE_TASK[self.source], (variant,))
 
+    def _recombined(self) -> Candidate | None:
+        variant = self._space.recombined(self.results)
+        if variant is None or any(variant in job.variants for job in self._running):
+            return None
+        self._study.claim(variant)
+        return variant
+
     def _next_final(self, tasks: Collection[str]) -> Job | None:
-        results = list(self.results.values())
+        results = self._able()
         if self.source == "hardware" and not self._paired:
             finalists = finals.finalists(results)
             if len(finalists) > 1:
                 if "paired" not in tasks:
                     return None
                 self._paired = True
-                return Job(self.name, "paired", tuple(_variant(r) for r in finalists))
+                return Job(self.name, "paired", tuple(map(self._variant, finalists)))
         leader = finals.leader(results, finals.noise(finals.finalists(results)))
         if leader is None or leader.checked:
             self._end(leader)
         elif "verify" in tasks:
-            return Job(self.name, "verify", (_variant(leader),))
+            return Job(self.name, "verify", (self._variant(leader),))
         return None
 
     def _end(self, winner: Result | None) -> None:
@@ -201,7 +220,8 @@ class ShapeSearch:
         if winner is None:
             self._store.forget_choice(*where)
         else:
-            self._store.choose(*where, winner.variant_id)
+            limit = self._residual_limit if self.problem.trained else None
+            self._store.choose(*where, winner.variant_id, limit)
 
     def finish(self, job: Job, outcome: Outcome) -> None:
         """Take the end of a job that ``next`` gave out."""
@@ -216,10 +236,16 @@ class ShapeSearch:
         else:
             value = outcome.value or {}
             self._record(variant, status=outcome.status, reason=outcome.reason, **value)
-            ok = outcome.status == "ok"
-            self._study.tell(variant, self.results[variant].seconds if ok else None)
+            if unproven := self._space.unproven(variant, self.results[variant]):
+                self._update(variant, reason=unproven)
+            self._tell(variant)
 
-    def _take_check(self, variant: Variant, outcome: Outcome) -> None:
+    def _tell(self, variant: Candidate) -> None:
+        result = self.results[variant]
+        able = result.status == "ok" and not result.reason and not self._space.excess(variant)
+        self._study.tell(variant, result.seconds if able else None)
+
+    def _take_check(self, variant: Candidate, outcome: Outcome) -> None:
         if outcome.value is None:
             # It timed well, and its numbers could not even be computed.
             status = outcome.status if outcome.status in ("died", "hung") else "wrong"
@@ -234,30 +260,30 @@ class ShapeSearch:
             if not e.ok
         ]
         status = "wrong" if wrong else "ok"
-        self._update(variant, status=status, reason="; ".join(wrong), errors=errors)
+        rest = {name: x for name, x in outcome.value.items() if name != "errors"}
+        self._update(variant, status=status, reason="; ".join(wrong), errors=errors, **rest)
 
-    def _record(self, variant: Variant, **values: Any) -> None:
+    def _record(self, variant: Candidate, **values: Any) -> None:
         self._put(
             variant,
             Result(
                 variant=variant.to_json(),
-                variant_id=variant_id(self.problem, variant, self._chip),
+                variant_id=self._space.identity(variant),
                 source=self.source,
                 is_default=variant == self.default,
                 **values,
             ),
         )
 
-    def _update(self, variant: Variant, **changes: Any) -> None:
+    def _variant(self, result: Result) -> Candidate:
+        return self._space.read(result.variant)
+
+    def _update(self, variant: Candidate, **changes: Any) -> None:
         self._put(variant, dataclasses.replace(self.results[variant], **changes))
 
-    def _put(self, variant: Variant, result: Result) -> None:
+    def _put(self, variant: Candidate, result: Result) -> None:
         self.results[variant] = result
         self._store.put_result(self._environment_id, self._problem_id, result)
-
-
-def _variant(result: Result) -> Variant:
-    return Variant.from_dict(json.loads(result.variant))
 
 
 def _values(outcome: Outcome) -> list[dict[str, Any]]:
@@ -267,9 +293,9 @@ def _values(outcome: Outcome) -> list[dict[str, Any]]:
 def _kind(result: Result) -> str:
     """What candidates that failed alike have in common: the constraint, or the reason without its
     numbers and the name of the kernel."""
-    if result.status == "illegal":
+    if result.status in ("illegal", "ok"):
         return result.reason.split(":")[0]
-    unnamed = re.sub(r"\bkda_forward_\w+(\.\d+)?:? ?", "", result.reason)
+    unnamed = re.sub(r"\bkda_(?:forward|backward)_\w+(\.\d+)?:? ?", "", result.reason)
     return re.sub(r"\b(0x[0-9a-f]+|\d[\d.]*(e[+-]?\d+)?)\b", "#", unnamed)[:80]
 
 

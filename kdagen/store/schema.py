@@ -10,9 +10,9 @@ but never rename or take away:
 | problem_key | text | canonical JSON of the facts that change the code (``Problem.key``) |
 | problem | text | canonical JSON of the whole problem that was tuned (``Problem.to_json``) |
 | name | text | what the shapes file called it |
-| variant | text | canonical JSON of the variant (``Variant.to_json``) |
+| variant | text | canonical JSON of the variant (``Variant.to_json``); if trained, of a step |
 | variant_id | text | hash of the variant and of what its code was generated from |
-| seconds | real | time of one call of the whole problem |
+| seconds | real | time of one call of the whole problem, or of one step: forward and gradient |
 | spread | real | relative spread of repeated measurements; null for a modelled time |
 | model_error | real | mean relative error of the chip's time model; null where it has none |
 | source | text | "hardware" for a time measured on a device, "compiler" for a modelled one |
@@ -20,6 +20,13 @@ but never rename or take away:
 | error | real | largest rms(x - reference) / rms(reference) over the outputs |
 | jax, jaxlib, libtpu, kdagen, generator | text | what the row was made with; generator is a hash |
 | environment_id | integer | greater is later |
+| forward_seconds, backward_seconds | real | the parts of a step's time; null if not trained |
+| residual_bytes | integer | HBM kept for the gradient beside the operands; null if not trained |
+| temporary_bytes | integer | HBM temporaries of a step's larger program; null if not known |
+| residual_limit_bytes | integer | most residual bytes that were allowed; null for no limit |
+
+A problem is trained where its residuals are not null: a row is a training step then, of a forward
+and a backward kernel (``kdagen.gradient.step.Step``).
 
 A file that ships holds one chip; a file that ``kdagen tune`` writes may hold several, and several
 environments of each.
@@ -146,5 +153,27 @@ def m001_results(db: Database) -> None:
     )
 
 
-MIGRATIONS = (m001_results.__name__,)
+@migrations()
+def m002_steps(db: Database) -> None:
+    """Training steps: the parts of their time, their memory, and the limit of a choice."""
+    for column in (
+        "forward_seconds REAL CHECK (forward_seconds > 0)",
+        "backward_seconds REAL CHECK (backward_seconds > 0)",
+        "residual_bytes INTEGER CHECK (residual_bytes >= 0)",
+        "temporary_bytes INTEGER CHECK (temporary_bytes >= 0)",
+    ):
+        db.execute(f"ALTER TABLE results ADD COLUMN {column}")
+    db.execute(
+        "ALTER TABLE chosen ADD COLUMN residual_limit_bytes INTEGER "
+        "CHECK (residual_limit_bytes >= 0)"
+    )
+    # The text that SQLite keeps of the view, with more columns.
+    (view,) = db.execute("SELECT sql FROM sqlite_master WHERE name = 'winners'").fetchone()
+    last = "e.id AS environment_id"
+    more = ("r.forward_seconds", "r.backward_seconds", "r.residual_bytes", "r.temporary_bytes")
+    db.execute("DROP VIEW winners")
+    db.execute(view.replace(last, ", ".join((last, *more, "c.residual_limit_bytes"))))
+
+
+MIGRATIONS = (m001_results.__name__, m002_steps.__name__)
 """Names of all migrations; a file that had another is of a newer version."""

@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kdagen.chips import get_chip
+from kdagen.gradient.step import check_any
 from kdagen.problem import canonical_json
-from kdagen.runtime.table import read_variant
+from kdagen.runtime.table import read_parameters
 from kdagen.store.schema import migrations
 from kdagen.store.tuned import Entry, Store, StoreError
-from kdagen.variant import VariantError, check
+from kdagen.variant import VariantError
 
 _EPOCH = "1970-01-01 00:00:00+00:00"
 
@@ -91,10 +92,10 @@ def _require_shippable(entry: Entry) -> None:
     result, chip = entry.result, get_chip(entry.environment.chip)
     what = f"{entry.name} on {chip.name}"
     try:
-        variant = read_variant(result.variant)
+        variant = read_parameters(result.variant, entry.problem)
     except VariantError as error:
         raise StoreError(f"{what}: its variant is not of this version: {error}") from error
-    violation = check(variant, entry.problem, chip)
+    violation = check_any(variant, entry.problem, chip)
     if violation is not None:
         raise StoreError(f"{what}: its variant is not legal: {violation}")
     if not result.errors or not all(e.ok for e in result.errors.values()):
@@ -115,7 +116,11 @@ def _write(rows: Sequence[Entry], out: Path) -> None:
                 store.put_result(environment_id, problem_id, entry.result)
                 if entry.is_winner:
                     store.choose(
-                        environment_id, problem_id, entry.result.source, entry.result.variant_id
+                        environment_id,
+                        problem_id,
+                        entry.result.source,
+                        entry.result.variant_id,
+                        entry.residual_limit_bytes,
                     )
             with store.writing() as db:
                 db.execute(f"UPDATE {migrations.migrations_table} SET applied_at = ?", [_EPOCH])

@@ -72,13 +72,14 @@ class Result:
     """What became of one candidate for one problem in one environment.
 
     Attributes:
-      variant, variant_id: canonical JSON of the parameters, and the hash of the generated code.
+      variant, variant_id: canonical JSON of the parameters, and the hash of the generated code; of
+        a problem that is trained those of a ``kdagen.gradient.step.Step``.
       source: "hardware" or "compiler".
       status: "ok", or what went wrong: "illegal", "compile_failed", "vmem", "died", "hung" or
         "wrong".
-      reason: what went wrong, in one line; empty for "ok".
+      reason: what went wrong, in one line; of an "ok" one why it may not win, or empty.
       is_default: whether it is the default variant of its problem.
-      seconds: time of one call of the whole problem.
+      seconds: time of one call of the whole problem, or of one step: forward and gradient.
       spread: relative spread of repeated measurements; None for a modelled time.
       modelled_seconds: the model's time, beside the measured one where source is "hardware".
       model_error: mean relative error of the chip's model, None where it is not calibrated.
@@ -88,7 +89,14 @@ class Result:
       floor_bytes, floor_seconds: operands read once and results written once, and the time that
         takes at the chip's HBM rate.
       vmem_used_bytes, vmem_limit_bytes: used by the kernel, and allowed to it.
-      errors: by the name of the output; None where the numbers were not checked.
+      errors: by the name of the output, or of the operand of a gradient; None where the numbers
+        were not checked.
+      forward_seconds, backward_seconds: the parts of a step's time; None where not trained.
+      residual_bytes: HBM kept from the forward pass to the gradient, beside the operands; None
+        where not trained.
+      temporary_bytes: HBM that the forward's program or the gradient's takes beside operands,
+        results and residuals, the larger, by the compiler's memory analysis; None where it was not
+        asked, as of candidates that are not checked.
     """
 
     variant: str
@@ -110,6 +118,10 @@ class Result:
     vmem_used_bytes: int | None = None
     vmem_limit_bytes: int | None = None
     errors: dict[str, TensorError] | None = None
+    forward_seconds: float | None = None
+    backward_seconds: float | None = None
+    residual_bytes: int | None = None
+    temporary_bytes: int | None = None
 
     @property
     def checked(self) -> bool:
@@ -126,7 +138,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Entry:
-    """A result with what it belongs to, as listings show it."""
+    """A result with what it belongs to, as listings show it.
+
+    ``residual_limit_bytes`` is the most that a winner's residuals were allowed, None for no limit.
+    """
 
     name: str
     problem: Problem
@@ -134,6 +149,7 @@ class Entry:
     result: Result
     is_winner: bool
     environment_id: int = field(compare=False, default=0)
+    residual_limit_bytes: int | None = None
 
 
 _RESULT_COLUMNS = tuple(f.name for f in fields(Result) if f.name != "errors")
@@ -199,7 +215,10 @@ class Store:
         if not tables and read_only:
             raise StoreError(f"database {self.path}: it is empty; kdagen tune fills it")
         if pending and read_only:
-            raise StoreError(f"database {self.path}: its schema is older than this version's")
+            # An older version made it, and it is not to be written: a copy is brought up to date.
+            file, self.db = self.db, Database(sqlite3.connect(":memory:"))
+            file.conn.backup(self.db.conn)
+            file.close()
         if pending:
             # Taking the lock first lets two processes open a new file at once.
             with self.writing():
@@ -276,8 +295,17 @@ class Store:
         where = "r.environment_id = ? AND r.problem_id = ? AND r.source = ?"
         return [e.result for e in self._entries(where, [environment_id, problem_id, source])]
 
-    def choose(self, environment_id: int, problem_id: int, source: str, variant_id: str) -> None:
+    def choose(
+        self,
+        environment_id: int,
+        problem_id: int,
+        source: str,
+        variant_id: str,
+        residual_limit_bytes: int | None = None,
+    ) -> None:
         """Make a result the winner of its problem, environment and source.
+
+        ``residual_limit_bytes`` is the limit that it was chosen under, None for none.
 
         Raises:
           StoreError: there is no such result, or its status is not "ok".
@@ -291,10 +319,12 @@ class Store:
             if row is None:
                 raise StoreError(f"variant_id: no result {variant_id!r} with status ok to choose")
             db.execute(
-                "INSERT INTO chosen (environment_id, problem_id, source, result_id) "
-                "VALUES (?, ?, ?, ?) "
-                "ON CONFLICT DO UPDATE SET result_id = excluded.result_id",
-                [environment_id, problem_id, source, row[0]],
+                "INSERT INTO chosen "
+                "(environment_id, problem_id, source, result_id, residual_limit_bytes) "
+                "VALUES (?, ?, ?, ?, ?) "
+                "ON CONFLICT DO UPDATE SET result_id = excluded.result_id, "
+                "residual_limit_bytes = excluded.residual_limit_bytes",
+                [environment_id, problem_id, source, row[0], residual_limit_bytes],
             )
 
     def forget_choice(self, environment_id: int, problem_id: int, source: str) -> None:
@@ -342,7 +372,8 @@ class Store:
     def _entries(self, where: str, values: Sequence[Any], order: str = "r.id") -> list[Entry]:
         columns = [f"r.{name}" for name in _RESULT_COLUMNS]
         columns += [f"e.{name}" for name in _ENVIRONMENT_COLUMNS]
-        columns += ["r.id", "e.id", "p.name", "p.problem", "c.result_id IS NOT NULL"]
+        columns += ["r.id", "e.id", "p.name", "p.problem", "c.residual_limit_bytes"]
+        columns += ["c.result_id IS NOT NULL"]
         rows = self.db.execute(
             f"""
             SELECT {", ".join(columns)} FROM results AS r
@@ -364,7 +395,7 @@ class Store:
             result_values["is_default"] = bool(result_values["is_default"])
             rest = row[len(_RESULT_COLUMNS) :]
             environment = Environment(*rest[: len(_ENVIRONMENT_COLUMNS)])
-            row_id, environment_id, name, text, is_winner = rest[len(_ENVIRONMENT_COLUMNS) :]
+            row_id, environment_id, name, text, limit, is_winner = rest[len(_ENVIRONMENT_COLUMNS) :]
             problem = self._problem(name, text)
             if problem is None:
                 continue
@@ -376,6 +407,7 @@ class Store:
                     result=Result(**result_values, errors=errors.get(row_id)),
                     is_winner=bool(is_winner),
                     environment_id=environment_id,
+                    residual_limit_bytes=limit,
                 )
             )
         return entries

@@ -49,6 +49,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (["tune", "--chip", "v6e", "--shapes", "shapes.yaml", "--budget", "inf"], "--budget"),
         (["tune", "--chip", "v6e", "--shapes", "shapes.yaml", "--shape", "bad"], "good"),
         (["tune", "--chip", "v6e"], "--problem"),
+        (
+            ["tune", "--chip=v6e", "--shapes=shapes.yaml", "--residual-limit=1MiB"],
+            "no shape is trained",
+        ),
+        (["tune", "--chip=v6e", "--shapes=shapes.yaml", "--residual-limit=1 pint"], "512MiB"),
+        (["tune", "--chip=v6e", "--shapes=shapes.yaml", "--residual-limit=-1"], "512MiB"),
         (["tune", "--chip", "v6e", "--shapes", "shapes.yaml", "--problem", "{}"], "--problem"),
         (["tune", "--chip", "v6e", "--problem", "{}", "--shape", "good"], "--shape"),
         (["render", "--chip", "v6e", "--shape", "unheard-of"], "unheard-of"),
@@ -270,6 +276,52 @@ def test_a_rendered_module_names_the_command_that_prints_it(run, tmp_path: Path,
     source = run("render", *shape).stdout
     (command,) = re.findall(r"kdagen (render .*)", source)
     assert run(*shlex.split(command)).stdout == source
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("7", 7),
+        ("512MiB", 512 << 20),
+        ("1.5 gib", 3 << 29),
+        ("2KB", 2000),
+        ("0", 0),
+    ],
+)
+def test_sizes_have_units(run, text: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def remember(plan, *_):
+        seen.append(plan.residual_limit_bytes)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kdagen.search.run.tune", remember)
+    fields = '{"tokens": 64, "heads": 2, "residuals": "tuned"}'
+    run("tune", "--chip", "v6e", "--problem", fields, "--residual-limit", text)
+    assert seen == [size]
+
+
+def test_a_limit_that_nothing_fits_is_said_with_the_least_that_is_kept(run) -> None:
+    fields = '{"tokens": 8192, "heads": 32, "residuals": "save"}'
+    command = ["tune", "--chip", "v6e", "--problem", fields, "--residual-limit", "1MiB"]
+    result = run(*command)
+    assert result.exit_code == 1
+    # a state of 128 x 128 in bfloat16 for every head and chunk of 128 tokens
+    assert "keeps 64.0 MiB at least, of 1.0 allowed" in " ".join(result.stdout.split())
+
+
+def test_render_prints_either_kernel_of_a_training_step(run) -> None:
+    (Path("shapes.yaml")).write_text("step: {tokens: 640, heads: 4, residuals: rematerialize}\n")
+    shape = ["render", "--chip", "v6e", "--shape", "step", "--shapes", "shapes.yaml", "--default"]
+    forward, backward = run(*shape), run(*shape, "--gradient")
+    assert "def forward(" in forward.stdout and "def backward(" in backward.stdout
+    other = run(*shape[:-1], "--gradient", "--variant", '{"backward": {"weight_depth": 128}}')
+    assert other.stdout not in ("", backward.stdout)
+    apart = run(*shape[:-1], "--variant", '{"backward": {"heads": 1}}')
+    assert apart.exit_code == 1 and "not legal for this shape on v6e: cuts" in apart.stderr
+    (Path("shapes.yaml")).write_text(SHAPES)
+    plain = run("render", "--chip=v6e", "--shape=good", "--shapes=shapes.yaml", "--gradient")
+    assert plain.exit_code == 1 and "gradient: the shape is not trained" in plain.stderr
 
 
 @pytest.mark.parametrize(

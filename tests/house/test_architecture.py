@@ -28,11 +28,11 @@ MAY_IMPORT = {
     "kernels": set(),
     "reference": set(),
     "compiler": DESCRIPTION | {"generate"},
-    "measure": DESCRIPTION | {"generate", "compiler", "kernels", "reference"} | TUNING,
+    "measure": DESCRIPTION | {"generate", "gradient", "compiler", "kernels", "reference"} | TUNING,
     # What the runtime reads and chooses, they show and check.
-    "search": DESCRIPTION | {"generate", "compiler", "runtime"} | TUNING,
-    "store": DESCRIPTION | {"generate", "compiler", "runtime"} | TUNING,
-    "report": DESCRIPTION | {"generate", "compiler", "runtime"} | TUNING,
+    "search": DESCRIPTION | {"generate", "gradient", "compiler", "runtime"} | TUNING,
+    "store": DESCRIPTION | {"generate", "gradient", "compiler", "runtime"} | TUNING,
+    "report": DESCRIPTION | {"generate", "gradient", "compiler", "runtime"} | TUNING,
     "cli": DESCRIPTION | {"generate", "compiler"} | TUNING,
     "runtime": DESCRIPTION | {"generate", "gradient", "reference"},
 }

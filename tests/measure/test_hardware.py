@@ -49,11 +49,11 @@ def test_modules_of_the_first_device_are_read() -> None:
 
 def test_statistics_are_the_median_and_its_spread() -> None:
     times = {"jit_f": [1.0, 1.1, 0.9, 1.0, 5.0, 1.2, 0.8]}
-    found = hardware._statistics("f", times, 7)
+    found = hardware.statistics("f", times, 7)
     assert found["seconds"] == 1.0
     assert found["spread"] == pytest.approx((1.2 - 0.9) / 2)
     with pytest.raises(Rejected, match="0 of 7"):
-        hardware._statistics("g", times, 7)
+        hardware.statistics("g", times, 7)
 
 
 def test_no_device_is_looked_for_where_the_platform_excludes_it(

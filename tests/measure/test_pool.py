@@ -67,7 +67,7 @@ def test_a_candidate_gets_its_figures(pool: Pool) -> None:
 
 def test_a_length_that_was_compiled_whole_agrees_with_one_that_was_not(pool: Pool) -> None:
     whole = dataclasses.replace(PROBLEM, tokens=WHOLE)
-    assert offline.shortened(whole, VARIANT) == whole
+    assert offline.shortened(whole, VARIANT.block_tokens) == whole
     found = [
         run(pool, "scaled", request(problem=dataclasses.replace(PROBLEM, tokens=n * WHOLE))).value
         for n in (1, 2, 3)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from kdagen.report import tables
 from kdagen.store.tuned import Store
-from tests.store.rows import ENVIRONMENT, FASTER, result, tuned
+from tests.store.rows import ENVIRONMENT, FASTER, STEP, TRAINED, result, step_result, tuned
 
 
 @pytest.fixture
@@ -41,6 +41,24 @@ def test_winners_stand_against_their_default(db: Path) -> None:
     assert "known error of the model of v6e" in text
     assert "known error of the model of v7x" in text
     assert "libtpu 0.0.52" in text
+
+
+def test_a_training_step_has_its_parts_and_its_memory(tmp_path: Path) -> None:
+    path = tmp_path / "tuned.sqlite"
+    with Store(path) as store:
+        tuned(store)
+        where = store.put_environment(ENVIRONMENT), store.put_problem(TRAINED, "step")
+        row = step_result(temporary_bytes=3 << 19)
+        store.put_result(*where, row)
+        store.choose(*where, "compiler", row.variant_id, 16 << 20)
+        large = dataclasses.replace(STEP, residuals="rematerialize")
+        store.put_result(*where, step_result(large, reason="code_size: too large"))
+    text = text_of(path, name="step")
+    for part in ("500.0 us", "100.0 us + 400.0 us", "8.0", "1.5", "save; forward: chunk 64"):
+        assert part in text
+    assert "chosen under limit 16.0 MiB of residuals" in text
+    assert "forward + gradient" not in text_of(path, name="small")
+    assert "ok: code_size: too large" in text_of(path, name="step", every=True)
 
 
 def test_every_candidate_has_its_state(db: Path) -> None:

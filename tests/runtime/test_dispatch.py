@@ -12,6 +12,8 @@ import pytest
 
 from kdagen.chips import CHIPS, get_chip
 from kdagen.generate import code_hash
+from kdagen.gradient.source import step_hash
+from kdagen.gradient.step import paired
 from kdagen.problem import Problem, load_shapes
 from kdagen.runtime import dispatch
 from kdagen.runtime.table import TableError, packaged_tables, read_table
@@ -145,6 +147,76 @@ def test_the_warning_comes_once_and_its_command_tunes_this_problem(table, recwar
     assert words[6:] == ["--db", str(path)]
 
 
+TRAINED = dataclasses.replace(PROBLEM, residuals="tuned")
+HERE_TRAINED = dataclasses.replace(HERE, generator=step_hash())
+STEP = dataclasses.replace(
+    paired(TRAINED, DEFAULT, (V6E,)), residuals="rematerialize"
+)  # not the default
+SAVING = dataclasses.replace(STEP, forward=dataclasses.replace(STEP.forward, lag=1))
+
+
+def with_policy(step, name):
+    return dataclasses.replace(step, residuals=name)
+
+
+def test_a_training_step_has_rows_of_its_own(table, recwarn):
+    table((HERE, PROBLEM, FASTER, "compiler"), (HERE_TRAINED, TRAINED, STEP, "compiler"))
+    assert dispatch.choose(PROBLEM, V6E).variant == FASTER
+    longer = dataclasses.replace(TRAINED, tokens=9999, lower_bound=-1.0)
+    for problem in (TRAINED, longer):
+        choice = dispatch.choose(problem, V6E)
+        assert (choice.variant, choice.origin) == (STEP, "tuned")
+    assert [w for w in recwarn if w.category is KdagenWarning] == []
+
+
+def test_a_step_that_was_tuned_for_any_policy_serves_each(table):
+    table((HERE_TRAINED, TRAINED, STEP, "compiler"))
+    for policy in ("save", "rematerialize"):
+        choice = dispatch.find(
+            dataclasses.replace(TRAINED, residuals=policy), V6E, dispatch.tables_in_use()
+        )
+        assert (choice.variant, choice.origin) == (with_policy(STEP, policy), "tuned")
+
+
+def test_a_step_of_the_policy_asked_for_goes_before_one_of_any(table):
+    saving = dataclasses.replace(TRAINED, residuals="save")
+    row = with_policy(SAVING, "save")
+    table((HERE_TRAINED, TRAINED, STEP, "compiler"), (HERE_TRAINED, saving, row, "compiler"))
+    assert dispatch.choose(saving, V6E).variant == row
+    assert dispatch.choose(TRAINED, V6E).variant == STEP
+
+
+def test_a_call_that_names_no_policy_takes_what_was_tuned_for_save(table):
+    saving = dataclasses.replace(TRAINED, residuals="save")
+    table((HERE_TRAINED, saving, with_policy(SAVING, "save"), "compiler"))
+    assert dispatch.choose(TRAINED, V6E).variant == with_policy(SAVING, "save")
+    rebuilding = dataclasses.replace(TRAINED, residuals="rematerialize")
+    with pytest.warns(KdagenWarning, match="which is legal here"):
+        choice = dispatch.choose(rebuilding, V6E)
+    assert (choice.variant, choice.origin) == (SAVING, "nearest")
+
+
+def test_an_untuned_step_is_the_default_backward_under_the_tuned_forward(table):
+    table((HERE, PROBLEM, OTHER, "compiler"))
+    with pytest.warns(KdagenWarning, match="default variant") as caught:
+        choice = dispatch.choose(TRAINED, V6E)
+    assert choice.origin == "default"
+    assert choice.variant == paired(TRAINED, OTHER, (V6E,))
+    assert choice.variant.forward.recurrence_span == OTHER.recurrence_span
+    words = shlex.split(str(caught[0].message).split("To tune it: ")[1])
+    assert parse_problem(words[5]) == TRAINED
+
+
+def test_a_step_of_another_generator_or_of_parts_that_are_not_legal_is_not_tuned(table):
+    apart = dataclasses.replace(STEP, backward=dataclasses.replace(STEP.backward, heads=1))
+    table(
+        (dataclasses.replace(HERE_TRAINED, generator="old"), TRAINED, STEP, "compiler"),
+        (HERE_TRAINED, TRAINED, apart, "hardware"),
+    )
+    with pytest.warns(KdagenWarning, match="another version of the kernels"):
+        assert dispatch.choose(TRAINED, V6E).variant == STEP
+
+
 def test_strict_dispatch_makes_a_miss_an_error(table):
     table(strict=True)
     with pytest.raises(dispatch.UntunedError, match="kdagen tune --chip v6e"):
@@ -210,6 +282,8 @@ def test_the_packaged_tables_serve_the_example_shapes(chip):
     (path,) = (path for path in packaged_tables() if path.stem == chip)
     by_key = read_table(path, True)[chip]
     for problem in load_shapes(EXAMPLES).values():
+        if problem.trained:
+            continue
         rows = by_key[problem.key()]
         assert rows
         for row in rows:

@@ -15,17 +15,19 @@ import numpy as np
 import pytest
 
 from kdagen.chips import get_chip
-from kdagen.generate import code_hash, variant_id
+from kdagen.generate import variant_id
+from kdagen.gradient import source
+from kdagen.gradient.step import check_step, keeping, paired
+from kdagen.gradient.variant import Request
 from kdagen.measure.accuracy import relative_error
 from kdagen.problem import Problem
 from kdagen.reference.options import Options
-from kdagen.runtime import pallas
+from kdagen.runtime import dispatch, pallas
 from kdagen.runtime.arguments import check_call
 from kdagen.runtime.kda import kimi_delta_attention
 from kdagen.runtime.target import KdagenWarning, NoKernelError, find_target, forget_warnings
-from kdagen.runtime.training import pair
 from kdagen.store.tuned import Environment, Store
-from kdagen.variant import check, default_variant
+from kdagen.variant import VariantError, default_variant
 from tests.reference.cases import assert_close, make_case
 from tests.runtime.run import PER_TOKEN, call, results
 from tests.store.rows import result
@@ -117,25 +119,35 @@ def run_program(*arguments):
 def test_a_step_compiled_ahead_of_time_holds_the_tuned_kernel(tmp_path):
     chip = get_chip("v7x")
     # the call of the example
-    problem = Problem(tokens=8192, heads=32, gate="bounded", lower_bound=-5.0, qk_l2norm=True)
-    variant = dataclasses.replace(default_variant(problem, chip), sub_block=16)
-    assert check(variant, problem, chip) is None
+    problem = Problem(
+        tokens=8192, heads=32, gate="bounded", lower_bound=-5.0, qk_l2norm=True, residuals="tuned"
+    )
+    default = paired(problem, default_variant(problem, chip), (chip,))
+    step = dataclasses.replace(
+        default,
+        forward=dataclasses.replace(default.forward, sub_block=16),
+        backward=dataclasses.replace(default.backward, weight_depth=128),
+    )
+    assert check_step(step, problem, chip) is None
     libtpu = importlib.metadata.version("libtpu")
-    made_with = Environment("v7x", jax.__version__, "", libtpu, "", code_hash(), "m")
+    made_with = Environment("v7x", jax.__version__, "", libtpu, "", source.step_hash(), "m")
     path = tmp_path / "tuned.sqlite"
     with Store(path) as store:
         where = store.put_environment(made_with), store.put_problem(problem, "example")
-        row = result(variant)
+        row = result(step)
         store.put_result(*where, row)
         store.choose(*where, "compiler", row.variant_id)
     done = run_program(str(EXAMPLE), "--db", str(path), "--strict")
     assert done.returncode == 0, done.stderr
-    (found,) = re.findall(r"kernel kda_forward_([0-9a-f]{12})", done.stdout)
-    # the step is differentiated: its forward is the tuned one, cut as the backward is
-    trained = pair(problem, variant, (chip,))
-    assert variant_id(trained.problem, trained.forward, chip).startswith(found)
-    of_default = pair(problem, default_variant(problem, chip), (chip,))
-    assert not variant_id(of_default.problem, of_default.forward, chip).startswith(found)
+    (forward,), (backward,) = (
+        re.findall(rf"kernel kda_{name}_([0-9a-f]{{12}})", done.stdout)
+        for name in ("forward", "backward")
+    )
+    kept = keeping(problem)
+    assert variant_id(kept, step.forward, chip).startswith(forward)
+    everything = Request.everything(problem)
+    assert source.variant_id(kept, everything, step.backward, chip).startswith(backward)
+    assert not variant_id(kept, default.forward, chip).startswith(forward)
 
 
 def test_the_step_is_refused_where_nothing_is_tuned_and_that_is_asked_for(tmp_path):
@@ -305,18 +317,84 @@ def test_layers_under_scan_and_checkpoint_in_donated_buffers():
         assert relative_error(found[name], np.asarray(x, np.float64)) < 1e-4, name
 
 
+@pytest.fixture
+def interpreted_v6e(monkeypatch):
+    """Calls run what is tuned for a v6e, by the interpreter; the settled kernels are noted."""
+    settled = []
+
+    class Noted(pallas.Fused):
+        def settled(self, differentiated):
+            settled.append(super().settled(differentiated))
+            return settled[-1]
+
+    def kernel_for(call, target):
+        return Noted(pallas.problem_of(call), call.options, "v6e", interpret=True)
+
+    monkeypatch.setattr(pallas, "kernel_for", kernel_for)
+    yield settled
+    dispatch.configure()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "asked", "kernels"),
+    [
+        ("save", None, ["kda_forward", "kda_backward"]),
+        ("rematerialize", None, ["kda_forward", "kda_forward", "kda_backward"]),
+        ("rematerialize", "save", ["kda_forward", "kda_backward"]),
+    ],
+)
+def test_a_differentiated_call_runs_the_tuned_step(
+    tmp_path, interpreted_v6e, chosen, asked, kernels
+):
+    chip = get_chip("v6e")
+    sizes = dict(heads=2, tokens=140, width_k=128, width_v=128)
+    case = make_case(dtype="bfloat16", **sizes)
+    problem = Problem(
+        tokens=140, heads=2, qk_l2norm=True, initial_state=True, final_state=True,
+        residuals="tuned",
+    )  # fmt: skip
+    default = paired(problem, default_variant(problem, chip), (chip,), small=True)
+    kept = {"keep_inverse": True, "keep_corrected": True}
+    step = dataclasses.replace(
+        default,
+        forward=dataclasses.replace(default.forward, **kept),
+        backward=dataclasses.replace(default.backward, **kept),
+        residuals=chosen,
+    )
+    made_with = Environment("v6e", jax.__version__, "", "", "", source.step_hash(), "m")
+    with Store(tmp_path / "tuned.sqlite") as store:
+        where = store.put_environment(made_with), store.put_problem(problem, "step")
+        store.put_result(*where, result(step))
+        store.choose(*where, "compiler", result(step).variant_id)
+    dispatch.configure(db=tmp_path / "tuned.sqlite", strict=True)
+
+    def run(operands, d_output, d_state):
+        static = {**case.static, "output_final_state": True, "residuals": asked}
+        (output, state), pull = jax.vjp(
+            lambda operands: call(operands, **static, implementation="pallas"), operands
+        )
+        return {"output": output, "final_state": state, **pull((d_output, d_state))[0]}
+
+    given = case.operands, case.d_output, case.d_state
+    assert [name for name, *_ in kernels_of(run, *given)] == kernels
+    assert {one.step for one in interpreted_v6e} == {
+        dataclasses.replace(step, residuals=asked or chosen)
+    }
+    assert_close(jax.jit(run, compiler_options=QUICK)(*given), case)
+
+
 def test_a_gradient_that_no_kernel_serves_says_where_it_runs(monkeypatch):
     forget_warnings()
 
     def refuse(*_, **__):
-        raise NoKernelError("no backward kernel serves the call: for a test")
+        raise VariantError("no backward kernel serves the call: for a test")
 
-    monkeypatch.setattr(pallas, "pair", refuse)
+    monkeypatch.setattr(pallas, "paired", refuse)
     problem, chip = Problem(tokens=8, heads=1), get_chip("v6e")
     options = Options(scale=1.0)
     fused = pallas.Fused(problem, options, chip.name, True, default_variant(problem, chip))
     with pytest.warns(KdagenWarning, match="runs on 'xla_chunked': .* for a test"):
-        assert fused.settled(differentiated=True).pair is None
+        assert fused.settled(differentiated=True).step is None
     # who asked for kernels alone is told by an error
     with pytest.raises(NoKernelError, match="for a test"):
         # a function of its own: JAX keeps what it traced of another

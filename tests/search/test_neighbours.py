@@ -9,10 +9,16 @@ import pytest
 
 from kdagen.chips import get_chip
 from kdagen.problem import Problem
-from kdagen.search.neighbours import neighbours
+from kdagen.search.neighbours import neighbours as every_neighbour
+from kdagen.search.spaces import space_of
 from kdagen.store.tuned import Store
 from kdagen.variant import check, default_variant
 from tests.store.rows import ENVIRONMENT, FASTER, PROBLEM, result, tuned
+
+
+def neighbours(store: Store, problem: Problem, chip: str, most: int = 4) -> list:
+    of = get_chip(chip)
+    return every_neighbour(store.entries(), problem, of, space_of(problem, of), most)
 
 
 @pytest.fixture
@@ -24,14 +30,14 @@ def store(tmp_path: Path):
 def test_the_best_of_another_length_is_taken_as_it_is(store: Store) -> None:
     tuned(store)
     longer = dataclasses.replace(PROBLEM, tokens=16384)
-    assert neighbours(store.entries(), longer, get_chip("v6e"), 4) == [FASTER]
+    assert neighbours(store, longer, "v6e") == [FASTER]
 
 
 def test_a_variant_that_is_not_legal_is_fitted(store: Store) -> None:
     tuned(store)
     chip = get_chip("v7x")
     asked = Problem(tokens=2048, heads=3, gate="softplus", qk_l2norm=True)
-    (found,) = neighbours(store.entries(), asked, chip, 4)
+    (found,) = neighbours(store, asked, "v7x")
     assert check(FASTER, asked, chip) is not None
     assert check(found, asked, chip) is None
     default = default_variant(asked, chip)
@@ -50,14 +56,14 @@ def test_the_nearest_come_first_and_no_more_than_asked(store: Store) -> None:
     ):
         store.put_result(environment_id, store.put_problem(problem, "x"), result(variant))
     asked = dataclasses.replace(PROBLEM, heads=4, value_heads=4, tokens=99)
-    found = neighbours(store.entries(), asked, get_chip("v6e"), 4)
+    found = neighbours(store, asked, "v6e")
     assert [v.lag for v in found[:2]] == [1, 0]
     assert found[-1].order == "irr"
-    assert neighbours(store.entries(), asked, get_chip("v6e"), 1) == found[:1]
+    assert neighbours(store, asked, "v6e", 1) == found[:1]
 
 
 def test_what_came_to_nothing_or_is_of_another_version_is_no_neighbour(store: Store) -> None:
     where = store.put_environment(ENVIRONMENT), store.put_problem(PROBLEM, "small")
     store.put_result(*where, result(FASTER, status="wrong", reason="off"))
     store.put_result(*where, result(variant='{"chunk":64}', variant_id="old"))
-    assert neighbours(store.entries(), PROBLEM, get_chip("v6e"), 4) == []
+    assert neighbours(store, PROBLEM, "v6e") == []

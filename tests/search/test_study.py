@@ -6,14 +6,19 @@ import dataclasses
 
 import pytest
 
-from kdagen.chips import CHIPS, get_chip
+from kdagen.chips import CHIPS, Chip, get_chip
 from kdagen.problem import Problem
-from kdagen.search.study import Study, axes
+from kdagen.search.spaces import Forwards
+from kdagen.search.study import Study
 from kdagen.variant import Variant, check, default_variant
 
 CHIP = get_chip("v6e")
 PROBLEM = Problem(tokens=2048, heads=8, gate="bounded", lower_bound=-5.0, qk_l2norm=True)
 FEW = Problem(tokens=2048, heads=1)
+
+
+def study_of(problem: Problem, chip: Chip, trials: int, seed: int) -> Study:
+    return Study(Forwards(problem, chip), trials, seed)
 
 
 def time_of(variant: Variant) -> float:
@@ -33,19 +38,19 @@ def ask(study: Study, count: int) -> list[Variant]:
 
 
 def test_asks_are_legal_and_never_repeat() -> None:
-    asked = ask(Study(PROBLEM, CHIP, trials=60, seed=0), 60)
+    asked = ask(study_of(PROBLEM, CHIP, trials=60, seed=0), 60)
     assert len(set(asked)) == 60
     assert all(check(variant, PROBLEM, CHIP) is None for variant in asked)
 
 
 def test_a_seed_decides_the_asks() -> None:
-    first, again, other = (ask(Study(PROBLEM, CHIP, 15, seed), 15) for seed in (3, 3, 4))
+    first, again, other = (ask(study_of(PROBLEM, CHIP, 15, seed), 15) for seed in (3, 3, 4))
     assert first == again != other
 
 
 def test_what_was_told_is_not_asked_and_steers() -> None:
-    known = ask(Study(PROBLEM, CHIP, 40, seed=1), 40)
-    resumed = Study(PROBLEM, CHIP, 40, seed=1)
+    known = ask(study_of(PROBLEM, CHIP, 40, seed=1), 40)
+    resumed = study_of(PROBLEM, CHIP, 40, seed=1)
     for variant in known:
         resumed.tell(variant, time_of(variant))
     more = ask(resumed, 10)
@@ -54,7 +59,7 @@ def test_what_was_told_is_not_asked_and_steers() -> None:
 
 
 def test_what_came_to_nothing_is_avoided() -> None:
-    study = Study(PROBLEM, CHIP, trials=60, seed=0)
+    study = study_of(PROBLEM, CHIP, trials=60, seed=0)
     asked = []
     for _ in range(60):
         variant = study.ask()
@@ -67,7 +72,7 @@ def test_what_came_to_nothing_is_avoided() -> None:
 def test_suggestions_come_first_and_once() -> None:
     good = dataclasses.replace(default_variant(PROBLEM, CHIP), recurrence_span=5, lag=1)
     outside = dataclasses.replace(good, recurrence_span=999)
-    study = Study(PROBLEM, CHIP, trials=24, seed=0)
+    study = study_of(PROBLEM, CHIP, trials=24, seed=0)
     study.suggest([outside, good, good])
     first, second = ask(study, 2)
     assert first == good
@@ -76,7 +81,7 @@ def test_suggestions_come_first_and_once() -> None:
 
 def test_a_claimed_variant_is_not_asked() -> None:
     good = dataclasses.replace(default_variant(PROBLEM, CHIP), recurrence_span=5, lag=1)
-    study = Study(PROBLEM, CHIP, trials=24, seed=0)
+    study = study_of(PROBLEM, CHIP, trials=24, seed=0)
     study.claim(good)
     study.suggest([good])
     assert study.ask() != good
@@ -84,9 +89,9 @@ def test_a_claimed_variant_is_not_asked() -> None:
 
 def test_few_legal_variants_are_all_tried() -> None:
     chip = get_chip("v4")
-    study = Study(FEW, chip, trials=10**6, seed=0)
+    study = study_of(FEW, chip, trials=10**6, seed=0)
     assert study.exhaustive
-    assert not Study(FEW, chip, trials=24, seed=0).exhaustive
+    assert not study_of(FEW, chip, trials=24, seed=0).exhaustive
     asked = set()
     while (variant := study.ask()) is not None and len(asked) < 500:
         assert variant not in asked
@@ -102,7 +107,7 @@ def test_axes_have_the_default_and_only_legal_options(chip: str, heads: int, gat
     problem = Problem(tokens=2048, heads=heads, gate=gate, lower_bound=bound)
     default = default_variant(problem, get_chip(chip))
     fields = default.to_dict()
-    for options in axes(problem, get_chip(chip)).values():
+    for options in Forwards(problem, get_chip(chip)).axes.values():
         assert {name: fields[name] for name in options[0]} in options
         for option in options:
             variant = dataclasses.replace(default, **option)
@@ -115,7 +120,7 @@ def test_axes_have_the_default_and_only_legal_options(chip: str, heads: int, gat
 
 def test_a_short_sequence_has_no_longer_programs() -> None:
     problem = dataclasses.replace(PROBLEM, tokens=200)
-    first = next(iter(axes(problem, CHIP).values()))
+    first = next(iter(Forwards(problem, CHIP).axes.values()))
     assert len(first) > 1
     assert all((option["chunks"] - 1) * option["chunk"] < 200 for option in first)
     assert all(option["chunks"] * option["chunk"] * option["heads"] >= 1024 for option in first)

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from kdagen.chips import get_chip
+from kdagen.gradient.step import Step, paired
 from kdagen.problem import Problem
 from kdagen.store.tuned import Environment, Result, Store, TensorError
 from kdagen.variant import Variant, default_variant
@@ -22,10 +23,12 @@ ENVIRONMENT = Environment(
 PROBLEM = Problem(tokens=2048, heads=8, gate="bounded", lower_bound=-5.0, qk_l2norm=True)
 DEFAULT = default_variant(PROBLEM, get_chip("v6e"))
 FASTER = dataclasses.replace(DEFAULT, sub_block=16, recurrence_span=7)
+TRAINED = dataclasses.replace(PROBLEM, residuals="tuned")
+STEP = paired(TRAINED, DEFAULT, (get_chip("v6e"),))
 CHECKED = {"output": TensorError(3e-3, 5e-3), "final_state": TensorError(2e-3, 5e-3)}
 
 
-def result(of: Variant = DEFAULT, /, **changes: Any) -> Result:
+def result(of: Variant | Step = DEFAULT, /, **changes: Any) -> Result:
     """A good result of a variant."""
     fields: dict[str, Any] = {
         "variant": of.to_json(),
@@ -46,6 +49,18 @@ def result(of: Variant = DEFAULT, /, **changes: Any) -> Result:
         "vmem_limit_bytes": 32 << 20,
     }
     return Result(**{**fields, **changes})
+
+
+def step_result(of: Step = STEP, /, **changes: Any) -> Result:
+    """A good result of a training step."""
+    fields: dict[str, Any] = {
+        "seconds": 5e-4,
+        "forward_seconds": 1e-4,
+        "backward_seconds": 4e-4,
+        "residual_bytes": 0 if of.residuals == "rematerialize" else 8 << 20,
+        "is_default": of == STEP,
+    }
+    return result(of, **{**fields, **changes})
 
 
 def tuned(store: Store, environment: Environment = ENVIRONMENT, **changes: Any) -> tuple[int, int]:

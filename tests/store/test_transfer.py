@@ -8,9 +8,21 @@ from pathlib import Path
 
 import pytest
 
+from kdagen.gradient.step import Step
 from kdagen.store.transfer import ship
 from kdagen.store.tuned import Store, StoreError, TensorError
-from tests.store.rows import CHECKED, DEFAULT, ENVIRONMENT, FASTER, PROBLEM, result, tuned
+from tests.store.rows import (
+    CHECKED,
+    DEFAULT,
+    ENVIRONMENT,
+    FASTER,
+    PROBLEM,
+    STEP,
+    TRAINED,
+    result,
+    step_result,
+    tuned,
+)
 
 OTHER = dataclasses.replace(PROBLEM, tokens=4096)
 
@@ -82,6 +94,33 @@ def test_what_could_be_wrong_does_not_ship(tmp_path: Path, changes: dict, messag
     with pytest.raises(StoreError, match=message):
         ship(tmp_path / "db.sqlite", out, "v6e")
     assert out.read_text() == "what was there"
+
+
+def winner_of_a_step(store: Store, step: Step = STEP) -> None:
+    where = store.put_environment(ENVIRONMENT), store.put_problem(TRAINED, "step")
+    row = step_result(step, errors=CHECKED)
+    store.put_result(*where, row)
+    store.choose(*where, "compiler", row.variant_id, 1 << 30)
+
+
+def test_a_training_step_ships_with_its_limit(tmp_path: Path) -> None:
+    with Store(tmp_path / "db.sqlite") as store:
+        tuned(store)
+        winner_of_a_step(store)
+    ship(tmp_path / "db.sqlite", tmp_path / "out.sqlite", "v6e")
+    with Store(tmp_path / "out.sqlite", read_only=True) as store:
+        entries = [e for e in store.entries(winners_only=True) if e.problem == TRAINED]
+    (entry,) = entries
+    assert entry.result == step_result(errors=CHECKED)
+    assert entry.residual_limit_bytes == 1 << 30
+
+
+def test_a_step_whose_kernels_are_cut_apart_does_not_ship(tmp_path: Path) -> None:
+    apart = dataclasses.replace(STEP, backward=dataclasses.replace(STEP.backward, heads=1))
+    with Store(tmp_path / "db.sqlite") as store:
+        winner_of_a_step(store, apart)
+    with pytest.raises(StoreError, match="not legal: cuts: heads="):
+        ship(tmp_path / "db.sqlite", tmp_path / "out.sqlite", "v6e")
 
 
 def test_nothing_to_ship_is_an_error(tmp_path: Path) -> None:

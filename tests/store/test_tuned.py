@@ -8,9 +8,22 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+from sqlite_utils import Database
 
+from kdagen.store.schema import migrations
 from kdagen.store.tuned import Store, StoreError, TensorError, default_path
-from tests.store.rows import CHECKED, DEFAULT, ENVIRONMENT, FASTER, PROBLEM, result, tuned
+from tests.store.rows import (
+    CHECKED,
+    DEFAULT,
+    ENVIRONMENT,
+    FASTER,
+    PROBLEM,
+    STEP,
+    TRAINED,
+    result,
+    step_result,
+    tuned,
+)
 
 
 @pytest.fixture
@@ -35,6 +48,59 @@ def test_a_result_comes_back_as_it_was(store: Store) -> None:
         store.put_result(*where, one)
     assert store.results(*where, "compiler") == kept
     assert store.results(*where, "hardware") == []
+
+
+def test_a_step_comes_back_with_its_parts_and_the_limit_it_was_chosen_under(store: Store) -> None:
+    where = store.put_environment(ENVIRONMENT), store.put_problem(TRAINED, "step")
+    kept = step_result(temporary_bytes=3 << 20, errors=CHECKED)
+    unproven = step_result(
+        dataclasses.replace(STEP, residuals="rematerialize"), reason="code_size: 10^6 bundles"
+    )
+    for one in (kept, unproven):
+        store.put_result(*where, one)
+    assert store.results(*where, "compiler") == [kept, unproven]
+    for limit in (16 << 20, None, 0):
+        store.choose(*where, "compiler", kept.variant_id, limit)
+        (entry,) = store.entries(winners_only=True)
+        assert entry.residual_limit_bytes == limit
+    columns = "seconds, forward_seconds, backward_seconds, residual_bytes, temporary_bytes, "
+    row = store.db.execute(f"SELECT {columns} residual_limit_bytes FROM winners").fetchone()
+    assert row == (5e-4, 1e-4, 4e-4, 8 << 20, 3 << 20, 0)
+
+
+@pytest.fixture
+def older(tmp_path: Path) -> Path:
+    """A file that the version before training steps wrote, with a winner and a default."""
+    path = tmp_path / "older.sqlite"
+    with Store(path) as store:
+        tuned(store)
+        rows = {t: list(store.db[t].rows) for t in store.db.table_names() if t[0] != "_"}
+    path.unlink()
+    db = Database(path)
+    migrations.apply(db, stop_before="m002_steps")
+    for name in ("environments", "problems", "results", "errors", "chosen"):
+        known = db[name].columns_dict
+        db[name].insert_all({n: x for n, x in row.items() if n in known} for row in rows[name])
+    db.close()
+    return path
+
+
+def test_a_file_of_the_version_before_is_read_as_it_is_and_written_to_when_opened_so(
+    older: Path,
+) -> None:
+    before = older.read_bytes()
+    with Store(older, read_only=True) as store:
+        entries = store.entries()
+    assert [e.result.seconds for e in entries] == [8e-5, 1e-4]
+    assert entries[0].is_winner and entries[0].result.errors == CHECKED
+    assert entries[0].residual_limit_bytes is None and entries[0].result.residual_bytes is None
+    assert older.read_bytes() == before
+    with Store(older) as store:
+        assert store.entries() == entries
+        where = store.put_environment(ENVIRONMENT), store.put_problem(TRAINED, "step")
+        store.put_result(*where, step_result())
+    with Store(older, read_only=True) as store:
+        assert len(store.entries()) == 3
 
 
 def test_a_result_that_is_not_finite_is_kept_without_a_number(store: Store) -> None:
@@ -81,6 +147,8 @@ def test_a_result_of_nothing_is_refused(store: Store) -> None:
         {"status": "vmem"},
         {"variant": "{"},
         {"loop_bundles": 1.5},
+        {"residual_bytes": -1},
+        {"forward_seconds": 0.0},
     ],
 )
 def test_a_value_that_cannot_be_is_refused(store: Store, changes: dict) -> None:
@@ -101,7 +169,7 @@ def test_a_winner_must_be_an_ok_result_of_its_own_problem(store: Store) -> None:
         pytest.raises(sqlite3.IntegrityError, match="FOREIGN KEY"),
         store.writing() as db,
     ):
-        db.execute("INSERT INTO chosen VALUES (?, ?, 'compiler', 1)", [where[0], other])
+        db.execute("INSERT INTO chosen VALUES (?, ?, 'compiler', 1, NULL)", [where[0], other])
 
 
 def test_winners_view_is_what_a_plain_reader_needs(store: Store) -> None:
@@ -129,6 +197,11 @@ def test_winners_view_is_what_a_plain_reader_needs(store: Store) -> None:
         "kdagen": "0.1.0",
         "generator": "a" * 64,
         "environment_id": environment_id,
+        "forward_seconds": None,
+        "backward_seconds": None,
+        "residual_bytes": None,
+        "temporary_bytes": None,
+        "residual_limit_bytes": None,
     }
 
 

@@ -1,0 +1,32 @@
+"""The space of backward kernels that a search goes through."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kdagen import variant as forward
+from kdagen.chips import Chip
+from kdagen.gradient.step import CUTS
+from kdagen.gradient.variant import sub_blocks
+from kdagen.problem import Problem
+
+
+def space(problem: Problem, chip: Chip) -> dict[str, tuple[Any, ...]]:
+    """Every parameter with the ordered values that a search over this problem tries.
+
+    The product holds illegal points; ``kdagen.gradient.variant.check`` tells. The cuts are those
+    of the forward.
+    """
+    of_forward = forward.space(problem, chip)
+    kept = (False,) if problem.wide_inverse and not problem.exact else (False, True)
+    return {
+        **{name: of_forward[name] for name in CUTS},
+        "sub_block": sub_blocks(problem),
+        "inverse_block": of_forward["inverse_block"],
+        "weight_depth": of_forward["weight_depth"],
+        "inverse_dtype": of_forward["inverse_dtype"],
+        "keep_inverse": kept,
+        "keep_corrected": (False, True),
+        "span": (1, 2, 4, 8, 16),
+        "vmem_limit_mib": of_forward["vmem_limit_mib"],
+    }

@@ -1,0 +1,125 @@
+"""The numerical error of a training step, gradients included, in interpret mode against float64."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kdagen.chips import Chip, get_chip
+from kdagen.generate import Generated, load
+from kdagen.gradient import source
+from kdagen.gradient.step import Step, keeping
+from kdagen.gradient.variant import Request
+from kdagen.measure import accuracy, kinds, operands, steps, verify
+from kdagen.problem import Problem
+from kdagen.reference.oracle import recurrent_float64_vjp
+
+_SEED = 20251
+
+# Heads of each kind of data where there is an a_log: its gradient is one number a head.
+_COPIES = 4
+
+
+def run(chip: str, problem: dict[str, Any], variant: dict[str, Any]) -> dict[str, Any]:
+    """The task of a worker: ``{"errors": ..., "temporary_bytes": ...}``.
+
+    Errors are as ``verify.run`` has them, of the output, the final state and every gradient, by the
+    name of its operand; the bytes are those of ``steps.temporary_bytes``.
+    """
+    asked, step = Problem.from_dict(problem), Step.from_dict(variant)
+    copies = 1 if asked.gate == "log_decay" else _COPIES
+    small = verify.reduced(asked, step.forward, copies * len(kinds.telling(asked)))
+    errors = verify.worst(small, relative_errors(small, step, chip))
+    return {
+        "errors": errors,
+        "temporary_bytes": steps.temporary_bytes(asked, step, get_chip(chip)),
+    }
+
+
+def relative_errors(problem: Problem, step: Step, chip: str) -> dict[tuple[kinds.Kind, str], float]:
+    """``kinds.errors`` of a step on the kinds of data that tell, with random cotangents.
+
+    The gradient of a_log is a sum over tokens and channels that may happen to be near 0: it is
+    compared over the heads of all kinds together, but for those whose writes reflect.
+    """
+    telling = kinds.telling(problem)
+    values = kinds.draw(problem, telling, _SEED)
+    given = cotangents(problem)
+    got = call(problem, step, get_chip(chip), values, given)
+    expected = reference(problem, values, given)
+    found = kinds.errors(problem, telling, got, expected)
+    if "a_log" in expected:
+        found = {at: error for at, error in found.items() if at[1] != "a_log"}
+        of = kinds.of_head(telling, problem)
+        heads = [i for i, kind in enumerate(of) if not kind.beta_above_one]
+        widest = max((of[i] for i in heads), key=lambda kind: kind.bound("a_log", problem))
+        found[widest, "a_log"] = accuracy.relative_error(
+            np.asarray(got["a_log"])[heads], expected["a_log"][heads]
+        )
+    return found
+
+
+def cotangents(problem: Problem) -> dict[str, Any]:
+    """Random cotangents in layout "HBTD": d_output, and d_final where there is a final state."""
+    import jax.numpy as jnp
+
+    rng = np.random.default_rng(_SEED)
+    output = (problem.value_heads, problem.batch, problem.tokens, problem.value_dim)
+    given = {"d_output": jnp.asarray(rng.standard_normal(output), problem.dtype)}
+    if problem.final_state:
+        shape, dtype = operands.outputs(problem)["final_state"]
+        # of the size of what one token adds to it, so that neither hides the errors of the other
+        drawn = problem.key_dim**-0.5 * rng.standard_normal(shape)
+        given["d_final"] = jnp.asarray(drawn, dtype)
+    return given
+
+
+def call(
+    problem: Problem, step: Step, chip: Chip, values: dict[str, Any], given: dict[str, Any]
+) -> dict[str, Any]:
+    """Output, final state and gradients, by the name of their operand, in interpret mode.
+
+    ``values``, cotangents and results are in layout "HBTD", whatever that of the problem is. The
+    results are those of what the forward pass runs.
+    """
+    first = verify.call(problem, step.first, chip, values)
+    moved = operands.in_layout({**values, **given}, problem)
+    kept = verify.raw(keeping(problem), step.forward, chip, values)
+    request = Request.everything(problem)
+    run = _interpreted(source.generate(keeping(problem), request, step.backward, chip), problem)
+    names = (*operands.inputs(problem), *steps.RESIDUALS, "d_output", "d_final")
+    known = {**moved, **{name: kept.get(name) for name in steps.RESIDUALS}}
+    found = run(*(known.get(name) for name in names if name != "initial_state"))
+    grads = operands.from_layout(dict(found), problem)
+    outputs = {name: first[name] for name in accuracy.OUTPUTS if name in first}
+    return {**outputs, **grads}
+
+
+@functools.lru_cache(maxsize=16)
+def _interpreted(generated: Generated, problem: Problem) -> Callable[..., Any]:
+    """``backward``, compiled for the CPU: hardly optimised, since it runs for a moment."""
+    import jax
+
+    backward = functools.partial(
+        load(generated).backward, **operands.scalars(problem), interpret=True
+    )
+    return jax.jit(backward, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def reference(
+    problem: Problem, values: dict[str, Any], given: dict[str, Any]
+) -> dict[str, np.ndarray]:
+    """The same in float64."""
+    output, state, grads = recurrent_float64_vjp(
+        **values,
+        **verify.static_arguments(problem),
+        output_cotangent=given["d_output"],
+        state_cotangent=given.get("d_final"),
+    )
+    outputs = (
+        {"output": output, "final_state": state} if problem.final_state else {"output": output}
+    )
+    return {**outputs, **{name: grads[name] for name in Request.everything(problem).wanted}}

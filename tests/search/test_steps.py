@@ -1,0 +1,157 @@
+"""The space of training steps, and what its search asks for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from kdagen.chips import CHIPS, get_chip
+from kdagen.gradient.step import CUTS, KEPT, Step, check_step
+from kdagen.measure.steps import residual_bytes
+from kdagen.search.spaces import Forwards, space_of
+from kdagen.search.steps import Steps
+from kdagen.search.study import Study
+from kdagen.store.tuned import Entry
+from kdagen.variant import MAX_LOOP_BUNDLES, VariantError
+from tests.store.rows import (
+    DEFAULT,
+    ENVIRONMENT,
+    FASTER,
+    PROBLEM,
+    STEP,
+    TRAINED,
+    result,
+    step_result,
+)
+
+CHIP = get_chip("v6e")
+REBUILT = dataclasses.replace(STEP, residuals="rematerialize")
+
+
+def of_forward(**changes: object) -> Step:
+    return dataclasses.replace(STEP, forward=dataclasses.replace(STEP.forward, **changes))
+
+
+def of_backward(**changes: object) -> Step:
+    return dataclasses.replace(STEP, backward=dataclasses.replace(STEP.backward, **changes))
+
+
+def test_a_problem_that_is_trained_is_searched_for_steps() -> None:
+    assert isinstance(space_of(TRAINED, CHIP), Steps)
+    assert isinstance(space_of(PROBLEM, CHIP), Forwards)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("gate", ["bounded", "softplus"])
+def test_axes_cover_a_step_and_hold_the_default(chip: str, gate: str) -> None:
+    bound = -5.0 if gate == "bounded" else None
+    problem = dataclasses.replace(TRAINED, gate=gate, lower_bound=bound)
+    space = Steps(problem, get_chip(chip))
+    point = space.point(space.default)
+    for options in space.axes.values():
+        assert {name: point[name] for name in options[0]} in options
+        for option in options:
+            step = space.candidate({**point, **option})
+            assert check_step(step, problem, get_chip(chip)) is None
+    fixed = {"forward.states", "forward.keep_gate"}
+    assert {name for options in space.axes.values() for name in options[0]} == point.keys() - fixed
+    assert space.candidate(point) == space.default
+
+
+def ask(study: Study, count: int) -> list[Step]:
+    asked = []
+    for _ in range(count):
+        step = study.ask()
+        assert isinstance(step, Step)
+        # a made-up time with its least at long spans and everything kept
+        kept = sum(getattr(step.forward, name) for name in KEPT)
+        study.tell(step, 20.0 - step.forward.recurrence_span - step.backward.chunk / 64 - kept)
+        asked.append(step)
+    return asked
+
+
+def test_asks_are_legal_share_their_cuts_and_have_either_policy() -> None:
+    asked = ask(Study(Steps(TRAINED, CHIP), trials=60, seed=0), 60)
+    assert len(set(asked)) == 60
+    for step in asked:
+        assert check_step(step, TRAINED, CHIP) is None
+        for name in (*CUTS, *KEPT):
+            assert getattr(step.forward, name) == getattr(step.backward, name)
+    assert {step.residuals for step in asked} == {"save", "rematerialize"}
+    kept = [sum(getattr(step.forward, name) for name in KEPT) for step in asked]
+    assert sum(kept[-20:]) > sum(kept[:20])
+
+
+def test_a_policy_that_is_asked_for_is_the_only_one() -> None:
+    problem = dataclasses.replace(TRAINED, residuals="rematerialize")
+    space = Steps(problem, CHIP)
+    assert space.default.residuals == "rematerialize" and space.first == []
+    assert Steps(TRAINED, CHIP).first == [REBUILT]
+    assert {s.residuals for s in ask(Study(space, 10, 0), 10)} == {"rematerialize"}
+
+
+def test_a_limit_leaves_out_what_keeps_more() -> None:
+    limit = residual_bytes(TRAINED, STEP)
+    assert limit == 8 * (2048 // 64) * 128 * 128 * 2
+    space = Steps(TRAINED, CHIP, limit)
+    asked = ask(Study(space, 40, seed=1), 40)
+    assert max(residual_bytes(TRAINED, step) for step in asked) <= limit
+    assert any(step.residuals == "save" for step in asked)
+    assert space.excess(STEP) == ""
+    assert "keeps 8.0 MiB of residuals, of 1.0 allowed" in Steps(TRAINED, CHIP, 1 << 20).excess(
+        STEP
+    )
+    none = Steps(TRAINED, CHIP, 0)
+    assert {step.residuals for step in ask(Study(none, 10, 0), 10)} == {"rematerialize"}
+
+
+def test_a_limit_that_nothing_fits_is_an_error() -> None:
+    saving = dataclasses.replace(TRAINED, residuals="save")
+    with pytest.raises(VariantError, match=r"keeps 4\.0 MiB at least, of 1\.0 allowed"):
+        Steps(saving, CHIP, 1 << 20)
+    assert Steps(saving, CHIP, 4 << 20).default.residuals == "save"
+
+
+def test_a_loop_that_no_published_kernel_has_may_not_win() -> None:
+    space = Steps(TRAINED, CHIP)
+    assert space.unproven(STEP, step_result(loop_bundles=MAX_LOOP_BUNDLES)) == ""
+    assert "code_size: 9701" in space.unproven(STEP, step_result(loop_bundles=MAX_LOOP_BUNDLES + 1))
+
+
+def test_the_fastest_halves_are_put_together() -> None:
+    space = Steps(TRAINED, CHIP)
+    forward, backward = of_forward(lag=1), of_backward(weight_depth=128)
+    both = dataclasses.replace(forward, backward=backward.backward)
+    results = {
+        forward: step_result(forward, seconds=5e-4, forward_seconds=1e-4, backward_seconds=4e-4),
+        backward: step_result(backward, seconds=5e-4, forward_seconds=2e-4, backward_seconds=3e-4),
+    }
+    assert space.recombined(results) == both
+    assert space.recombined({**results, both: step_result(both, seconds=4e-4)}) is None
+    # what keeps or cuts otherwise, runs a forward again, or is unproven has no part in it
+    apart = {
+        forward: results[forward],
+        dataclasses.replace(backward, residuals="rematerialize"): results[backward],
+    }
+    assert space.recombined(apart) is None
+    unproven = dataclasses.replace(results[backward], reason="code_size: too large")
+    assert space.recombined({forward: results[forward], backward: unproven}) is None
+    tight = Steps(TRAINED, CHIP, 0)
+    assert tight.recombined(results) is None
+
+
+def entry(problem, of) -> Entry:
+    return Entry("x", problem, ENVIRONMENT, result(of), True)
+
+
+def test_steps_begin_where_steps_and_forwards_nearby_did_well() -> None:
+    space = Steps(TRAINED, CHIP)
+    of_step, _ = space.adapted(entry(TRAINED, of_backward(weight_depth=128)))
+    assert of_step == of_backward(weight_depth=128)
+    taken, fitted = space.adapted(entry(PROBLEM, FASTER))
+    assert taken.forward.recurrence_span == fitted.forward.recurrence_span == FASTER.recurrence_span
+    assert taken.forward.chunks == taken.backward.chunks == FASTER.chunks
+    assert fitted.backward == STEP.backward and check_step(fitted, TRAINED, CHIP) is None
+    assert Forwards(PROBLEM, CHIP).adapted(entry(TRAINED, STEP)) == []
+    assert Forwards(PROBLEM, CHIP).adapted(entry(PROBLEM, DEFAULT))[0] == DEFAULT
