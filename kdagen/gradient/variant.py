@@ -211,8 +211,10 @@ def _vmem(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | None:
 
 
 # VMEM that values between the stages and spills take, per 64 tokens of one head of K = V = 128: the
-# most that was seen, and a margin. The scheduler of v4 keeps more of them alive.
+# most that was seen, and a margin. The scheduler of v4 keeps more of them alive, and so do products
+# of f32 operands in bf16 parts.
 _SPILLED_MIB = {"base": 1.0, "tree": 1.35, "float32": 3.0}
+_SPILL_FACTOR_OF_PARTS = 1.4
 _SPILL_FACTOR = {"v4": 1.15}
 _LEAST_SPILL_MIB = 0.25
 
@@ -239,7 +241,10 @@ def vmem_bytes(variant: BackwardVariant, problem: Problem, chip: Chip) -> int:
     state = variant.streams * key_dim * value_dim * 4
     kind = "float32" if problem.exact else "tree" if variant.sub_block == 1 else "base"
     units = items * variant.chunk / 64 * (key_dim + value_dim) / 256
-    spill = units * _SPILLED_MIB[kind] * _SPILL_FACTOR.get(chip.name, 1.0) + _LEAST_SPILL_MIB
+    spilled = _SPILLED_MIB[kind] * _SPILL_FACTOR.get(chip.name, 1.0)
+    if variant.inverse_dtype == "float32" and not problem.exact:
+        spilled *= _SPILL_FACTOR_OF_PARTS
+    spill = units * spilled + _LEAST_SPILL_MIB
     return state + blocks + round(spill * MIB)
 
 

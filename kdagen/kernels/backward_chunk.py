@@ -185,20 +185,19 @@ def recur(
     ``put`` stores dR, the gradient of the values. ``strengths`` says whether Z is wanted.
     Yields after every product.
     """
-    item.d_state = d_state[stream].astype(dtype)
+    item.d_state = d_state[stream].astype(inverse_dtype)
     passes = FULL if dtype == F32 else SPLIT
-    after = d_state[stream].astype(inverse_dtype)
     item.d_written = item.d_written + dot(
-        item.keys_to_end, after, dtype=inverse_dtype, passes=passes
+        item.keys_to_end, item.d_state, dtype=inverse_dtype, passes=passes
     )
     yield
     scaled = item.d_written * item.write
     d_residual = scaled + dot(item.transposed, scaled, dtype=inverse_dtype)
-    item.both = stack([item.d_output(), -d_residual]).astype(dtype)
+    item.both = stack([item.d_output(), -d_residual]).astype(inverse_dtype)
     if put is not None:
         put(d_residual)
     yield
-    update, change = _update(item, d_residual, strengths, dtype, inverse_dtype)
+    update, change = _update(item, strengths, dtype, inverse_dtype)
     if change is not None:
         item.d_strength = item.d_written + change
     whole = jnp.broadcast_to(jnp.exp2(item.decays.total), (8, item.key.shape[1]))
@@ -207,7 +206,7 @@ def recur(
 
 
 def _update(
-    item: Item, d_residual: jax.Array, strengths: bool, dtype: DTypeLike, inverse_dtype: DTypeLike
+    item: Item, strengths: bool, dtype: DTypeLike, inverse_dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array | None]:
     """(scale q d)^T dout - (k d)^T dR, and -N^T dR if it is wanted."""
     if not strengths:
@@ -215,8 +214,7 @@ def _update(
     own = index(item.related.shape, 1) >= item.related.shape[0]
     keys = jnp.where(own, item.related.astype(F32), 0.0)
     if inverse_dtype != dtype:
-        both = stack([item.d_output(), -d_residual])
-        change = dot(keys, both, dtype=inverse_dtype, passes=SPLIT)
+        change = dot(keys, item.both, dtype=inverse_dtype, passes=SPLIT)
         return dot(item.reads, item.both, dtype=dtype), change
     product = dot(stack([item.reads, keys.astype(dtype)]), item.both, dtype=dtype)
     split = item.reads.shape[0]
@@ -241,13 +239,22 @@ class Gradients:
     log_decay: Any = None
 
 
-def gradients(pack: Pack, scale: float, dtype: DTypeLike) -> Generator[None, None, list[Gradients]]:
-    """Gradients of a pack whose recurrences are done. Yields after every product."""
+def gradients(
+    pack: Pack, scale: float, dtype: DTypeLike, inverse_dtype: DTypeLike
+) -> Generator[None, None, list[Gradients]]:
+    """Gradients of a pack whose recurrences are done. Yields after every product.
+
+    Where keys are nearly parallel, dQ and dN alternate along a row as the corrected values do, and
+    add up to little: they are formed, and applied, in ``inverse_dtype`` as those are.
+    """
+    passes = FULL if dtype == F32 else SPLIT
     items = pack.items
     chunk, key_dim = items[0].key.shape
-    columns = stack([item.corrected() * item.write for item in items]).astype(dtype)
+    columns = stack([item.corrected() * item.write for item in items]).astype(inverse_dtype)
     # dS' P^T beside them costs no weights of its own, as P dS'^T would
-    products = [dot(stack([item.both, item.d_state]), columns, NT, dtype) for item in items]
+    products = [
+        dot(stack([item.both, item.d_state]), columns, NT, inverse_dtype, passes) for item in items
+    ]
     yield
     owner = quotient(index(products[0].shape, 1), chunk)
     related = choose(products, owner)
@@ -258,12 +265,12 @@ def gradients(pack: Pack, scale: float, dtype: DTypeLike) -> Generator[None, Non
     owner = rows(owner, 0, chunk)
     own = stack([jnp.where(owner == x, diagonals, 0.0) for x in range(len(items))])
     diagonal = gate_gradients.lane_sums(own, key_dim, dtype)
-    reads = [dot(item.both, item.state(), NT, dtype) for item in items]
+    reads = [dot(item.both, item.state(), NT, inverse_dtype, passes) for item in items]
     yield
     inner = decay_gradients.gradients(
         d_query, d_key,
         [item.query for item in items], [item.key for item in items],
-        pack.operands, [item.decays for item in items], dtype,
+        pack.operands, [item.decays for item in items], inverse_dtype, passes,
     )  # fmt: skip
     yield
     made = []
@@ -281,7 +288,9 @@ def gradients(pack: Pack, scale: float, dtype: DTypeLike) -> Generator[None, Non
             Gradients(
                 query + found.query + mine * item.key,
                 key + found.key + written_key + mine * item.query,
-                decay_gradients.decay_gradient(later, earlier, found.terms, decays.levels, dtype)
+                decay_gradients.decay_gradient(
+                    later, earlier, found.terms, decays.levels, inverse_dtype, passes
+                )
                 + whole,
             )
         )

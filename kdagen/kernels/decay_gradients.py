@@ -22,7 +22,17 @@ from jax.typing import DTypeLike
 
 from kdagen.kernels.decay_tree import Decays, Level, Operands
 from kdagen.kernels.gate_gradients import parts
-from kdagen.kernels.lanes import F32, dot, index, quotient, remainder, rows, same_block, stack
+from kdagen.kernels.lanes import (
+    BF16,
+    F32,
+    dot,
+    index,
+    quotient,
+    remainder,
+    rows,
+    same_block,
+    stack,
+)
 from kdagen.kernels.relations import _alternate as alternate
 from kdagen.kernels.tiling import SUBLANES
 
@@ -49,6 +59,7 @@ def gradients(
     given: Operands,
     decays: Sequence[Decays],
     dtype: DTypeLike,
+    passes: int,
 ) -> list[Gradients]:
     """Of each chunk-head of a pack, from dQ and dN [C, 128] f32, of which pairs t > j count."""
     chunk, count = d_query.shape[0], len(decays)
@@ -59,7 +70,7 @@ def gradients(
         cut = stack([level.compact(jnp.where(mine, d, 0.0)) for d in (d_query, d_key)])
         owner = quotient(index(cut.shape, 1), chunk)
         own = [cut] if count == 1 else [jnp.where(owner == x, cut, 0.0) for x in range(count)]
-        lefts = dot(stack(own), given.right[i], dtype=dtype)
+        lefts = dot(stack(own), given.right[i], dtype=dtype, passes=passes)
         across = jnp.transpose(cut)
         height = level.height
         for x, decay in enumerate(decays):
@@ -67,7 +78,7 @@ def gradients(
             query, key = (
                 level.natural(rows(lefts, (2 * x + side) * height, height)) for side in range(2)
             )
-            down = dot(rows(across, x * chunk, chunk), given.left[i][x], dtype=dtype)
+            down = dot(rows(across, x * chunk, chunk), given.left[i][x], dtype=dtype, passes=passes)
             if level.base:
                 one.terms.append(_base_terms(given, i, x, query, key, down))
                 query, key = query * decay.left[i], key * decay.left[i]
@@ -100,6 +111,7 @@ def decay_gradient(
     terms: Sequence[jax.Array],
     tree: Sequence[Level],
     dtype: DTypeLike,
+    passes: int,
 ) -> jax.Array:
     """Gradient [C, K] f32 of the log decay of each token s.
 
@@ -130,9 +142,9 @@ def decay_gradient(
         blocks, carried = after, totals
     late, early = (stack([block[side] for block in blocks]) for side in range(2))
     if tree[-1].base:
-        found = _within(late, terms[-1], early, tree[-1].block, dtype)
+        found = _within(late, terms[-1], early, tree[-1].block, dtype, passes)
     else:
-        found = _exchanged(late, early, terms[len(coarse) :], tree[len(coarse) :], dtype)
+        found = _exchanged(late, early, terms[len(coarse) :], tree[len(coarse) :], dtype, passes)
     if carried[0] is None:
         return found
     size = chunk // len(carried)
@@ -145,6 +157,7 @@ def _exchanged(
     terms: Sequence[jax.Array],
     tree: Sequence[Level],
     dtype: DTypeLike,
+    passes: int,
 ) -> jax.Array:
     """The rest of ``decay_gradient`` within blocks of eight rows, the exchanges as one product."""
     chunk = later.shape[0]
@@ -157,12 +170,17 @@ def _exchanged(
         reached.append(same_block(row, column, level.block) & ~same_block(row, column, half))
         later = later + alternate(zero, term, half)
         earlier = earlier + alternate(term, zero, half)
-    ones = jnp.concatenate([x.astype(F32) for x in reached], axis=1)
-    return later + dot(ones, stack(given), dtype=dtype)
+    ones = jnp.concatenate([x.astype(F32) for x in reached], axis=1).astype(BF16)
+    return later + dot(ones, stack(given), dtype=dtype, passes=passes)
 
 
 def _within(
-    later: jax.Array, base: jax.Array, earlier: jax.Array, block: int, dtype: DTypeLike
+    later: jax.Array,
+    base: jax.Array,
+    earlier: jax.Array,
+    block: int,
+    dtype: DTypeLike,
+    passes: int,
 ) -> jax.Array:
     """Sum of ``later`` and ``base`` [C, K] over rows t >= s plus that of ``earlier`` over rows j <
     s, of the block of rows that holds s, f32. Only the terms of ``base`` may cancel."""
@@ -174,4 +192,4 @@ def _within(
     below = (last & (column < row)) | (~last & (column >= row))
     reached = below & same_block(row, column, block)
     both = stack([parts(later + base, split), earlier.astype(dtype)])
-    return dot(reached.astype(F32), both, dtype=dtype)
+    return dot(reached.astype(F32).astype(BF16), both, dtype=dtype, passes=passes)

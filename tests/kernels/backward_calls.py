@@ -14,7 +14,7 @@ import numpy as np
 from kdagen.chips import get_chip
 from kdagen.generate import load
 from kdagen.gradient.source import generate
-from kdagen.gradient.variant import BackwardVariant, Request, check
+from kdagen.gradient.variant import BackwardVariant, Request, check, states_dtype
 from kdagen.kernels.geometry import padded
 from kdagen.measure import kinds, operands
 from kdagen.problem import Problem
@@ -103,7 +103,7 @@ def _states(problem: Problem, values: dict[str, Any], chunk: int) -> np.ndarray:
 def arguments(
     problem: Problem, variant: BackwardVariant, request: Request, data: Data
 ) -> list[Any]:
-    """The array arguments of ``backward``; states rounded to the problem's dtype, 0 beyond."""
+    """The array arguments of ``backward``; states rounded as they are kept, 0 beyond."""
     found = data.states[variant.chunk]
     chunks = -(-problem.tokens // variant.block_tokens) * variant.chunks
     shape = (*found.shape[:2], chunks, padded(problem.key_dim), padded(problem.value_dim))
@@ -111,7 +111,7 @@ def arguments(
     states[:, :, : found.shape[2], : problem.key_dim, : problem.value_dim] = found
     return [
         *(data.values.get(name) for name in OPERANDS),
-        jnp.asarray(states, problem.dtype),
+        jnp.asarray(states, states_dtype(problem)),
         None,
         None,
         data.d_output if request.output_cotangent else None,

@@ -83,11 +83,12 @@ def test_every_kind_of_data_in_float32():
     assert_close(of(SOFTPLUS, given, tokens=100, **EXACT), EXACT_VARIANT, given)
 
 
-def test_parallel_and_repeated_keys_at_the_highest_precision():
+@pytest.mark.parametrize("chunk", [64, 128])
+def test_parallel_and_repeated_keys_at_the_highest_precision(chunk):
     given = tuple(kind for kind in kinds.every(BOUNDED) if kind.ill_conditioned)
     problem = of(BOUNDED, given, precision="highest", least=16)
-    variant = dataclasses.replace(SMALL, inverse_block=2, inverse_dtype="float32")
     assert check(SMALL, problem, CHIP) is not None
+    variant = dataclasses.replace(SMALL, chunk=chunk, inverse_block=2, inverse_dtype="float32")
     assert all(kinds.asked(kind, problem) for kind in given)
     assert_close(problem, variant, given)
 
