@@ -25,6 +25,7 @@ help: ## List the targets and the variables
 	@echo "           TUNE_ARGS= (more options of kdagen tune)  TEST_ARGS= (more options of pytest)"
 	@echo "           ACCURACY_ARGS= (options of benchmarks/accuracy.py, as --quick)"
 	@echo "           COMPILE_ARGS= (options of benchmarks/compile_sample.py, as --chips=v6e)"
+	@echo "           COMPARE_ARGS= (options of benchmarks/compare.py, as --parts=step)"
 
 tune: $(VENV)/.installed-tpu ## Tune the shapes of SHAPES for CHIP; no TPU is needed
 	$(BIN)/kdagen tune --chip $(CHIP) --shapes $(SHAPES) --jobs $(JOBS) $(TUNE_ARGS)
@@ -54,8 +55,8 @@ compiles: $(VENV)/.installed-tpu ## Compile 40 random variants for every chip; c
 calibrate: ## Hold the time model against published measurements
 	$(PYTHON) benchmarks/calibrate.py
 
-compare: ## Model tokamax's forward kernels and this one side by side
-	$(PYTHON) benchmarks/compare.py
+compare: ## Model tokamax's forward and training step and these side by side
+	$(PYTHON) benchmarks/compare.py $(COMPARE_ARGS)
 
 clean: ## Remove the virtual environments and the caches
 	rm -rf $(VENV) $(NEWEST_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

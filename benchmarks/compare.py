@@ -1,84 +1,33 @@
-"""Side by side with tokamax: the forward of one training shape, both read from the compiler.
+"""Side by side with tokamax: forward and training step of one shape, both read from the compiler.
 
-    python benchmarks/compare.py [--db PATH] [--chips v7x,v6e]
+    python benchmarks/compare.py [--db PATH] [--chips v7x,v6e] [--parts forward,step,shapes]
 
 compiles tokamax's KDA forward and kdagen's for v7x and v6e with one JAX and one libtpu, reads both
 schedules in the same way and prints the modelled times of the kernels and of the whole programs.
-Then kdagen's other example shapes follow, per token and head, against that training shape. The
-winner is that of the table that --db names, else of the table that ships for the chip, and where
-that has none the default variant.
+The training step, the output and the gradients of all operands for a given cotangent, follows in
+the same way; kdagen's is that of its public operator. Then come kdagen's other example shapes, per
+token and head, against that training shape. The winner is that of the table that --db names, else
+of the table that ships for the chip, and where that has none the default variant; the operator also
+takes the nearest tuned one, as for any call.
+
+An operation that equals another, of which alone the compiler lists a schedule, is given the time of
+that one.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import peer
+from programs import read_program
+from training_step import demands, kdagen_step, step_of
 
 SHAPE = "train-fixed"
-
-
-@dataclass(frozen=True)
-class Program:
-    """Modelled times of one compiled program on one device, in seconds.
-
-    ``kernels`` by name; ``around`` is the sum of what XLA runs beside them, and ``uncounted`` names
-    what it runs besides that: an operation equal to another is compiled, and so listed, once.
-    """
-
-    kernels: dict[str, float]
-    around: float
-    uncounted: tuple[str, ...]
-    kernel_bytes: int
-    temporary_bytes: int
-
-    @property
-    def kernel_seconds(self) -> float:
-        return sum(self.kernels.values())
-
-    @property
-    def seconds(self) -> float:
-        return self.kernel_seconds + self.around
-
-
-def read_program(chip: Any, function: Any, args: Any, scalars: dict[str, dict]) -> Program:
-    """Compile and read a program; ``scalars`` by kernel name as for ``predict``."""
-    from kdagen.compiler.aot import compile_for
-    from kdagen.compiler.model import predict
-    from kdagen.compiler.schedule import read_schedules
-
-    compiled = compile_for(chip, function, args)
-    assert compiled.dump_dir is not None
-    kernels: dict[str, float] = {}
-    around, moved = 0.0, 0
-    listed = set()
-    for schedule in read_schedules(compiled.dump_dir, chip):
-        listed.add(schedule.name)
-        given = scalars.get(re.sub(r"\.\d+$", "", schedule.name))
-        prediction = predict(schedule, scalars=given)
-        if schedule.is_kernel:
-            kernels[schedule.name] = prediction.seconds
-            moved += prediction.hbm_bytes
-        else:
-            around += prediction.seconds
-    return Program(
-        kernels=kernels,
-        around=around,
-        uncounted=tuple(name for name in _fusions(compiled.text) if name not in listed),
-        kernel_bytes=moved,
-        temporary_bytes=compiled.temporary_bytes,
-    )
-
-
-def _fusions(text: str) -> list[str]:
-    """Fusions of the entry computation, by name."""
-    entry = text[text.index("\nENTRY ") :]
-    return re.findall(r"^\s+(?:ROOT )?%(\S+) = .*? fusion\(", entry, re.MULTILINE)
+PARTS = ("forward", "step", "shapes")
 
 
 def tokamax_forward(problem: Any) -> tuple[Any, list, dict[str, dict]]:
@@ -108,9 +57,19 @@ def tokamax_forward(problem: Any) -> tuple[Any, list, dict[str, dict]]:
             )
         return output
 
-    # One sequence a batch row: its bounds, and the row each chunk of 64 belongs to.
+    # One sequence a batch row: its bounds, and the row each chunk of 64 belongs to; in the gradient
+    # the segment of every chunk, which count from 1.
     chunks = tokens // 64
-    return forward, args, {"chunk_kda_fwd_h_o_varlen": {0: [0, tokens], 1: [0] * chunks}}
+    scalars = {
+        "chunk_kda_fwd_h_o_varlen": {0: [0, tokens], 1: [0] * chunks},
+        "_fused_dhu_wy_intra_cumsum_pallas_jit": {0: [1] * chunks},
+    }
+    return forward, args, scalars
+
+
+def table_of(chip: Any, db: str | None) -> Path:
+    """The table that variants are taken from, which need not exist."""
+    return Path(db) if db is not None else peer.ROOT / "tuning_db" / f"{chip.name}.sqlite"
 
 
 def winner(name: str, problem: Any, chip: Any, db: str | None) -> tuple[Any, str]:
@@ -118,7 +77,7 @@ def winner(name: str, problem: Any, chip: Any, db: str | None) -> tuple[Any, str
     from kdagen.store.tuned import Store
     from kdagen.variant import Variant, default_variant
 
-    path = Path(db) if db is not None else peer.ROOT / "tuning_db" / f"{chip.name}.sqlite"
+    path = table_of(chip, db)
     if path.is_file():
         with Store(path, read_only=True) as store:
             entries = store.entries(chip=chip.name, name=name, winners_only=True)
@@ -147,45 +106,62 @@ def kdagen_forward(problem: Any, variant: Any, chip: Any) -> tuple[Any, list]:
     return forward, list(given)
 
 
-def compare(chip_name: str, db: str | None) -> list[str]:
-    """The lines of one chip."""
+def compare(chip_name: str, db: str | None, parts: list[str]) -> Iterator[str]:
+    """The lines of one chip, as they come."""
     from kdagen.chips import get_chip
-    from kdagen.compiler.model import hbm_floor_seconds
-    from kdagen.measure.operands import floor_bytes
     from kdagen.problem import load_shapes
 
     chip = get_chip(chip_name)
     shapes = load_shapes(peer.ROOT / "examples" / "shapes.yaml")
-    problem = shapes[SHAPE]
-    function, args, scalars = tokamax_forward(problem)
-    theirs = read_program(chip, function, args, scalars)
-    variant, origin = winner(SHAPE, problem, chip, db)
-    function, args = kdagen_forward(problem, variant, chip)
-    ours = read_program(chip, function, args, {})
-    moved = floor_bytes(problem)
+    if "forward" in parts:
+        yield from compare_forward(chip, shapes[SHAPE], db)
+    if "step" in parts:
+        yield from compare_step(chip, shapes[SHAPE], db)
+    if "shapes" in parts:
+        yield from side_by_side(chip, shapes, db)
+
+
+def heading(what: str, chip: Any) -> str:
     error = chip.calibration.mean_error if chip.calibration else None
     known = f"mean error of the model {error:.0%}" if error else "model not calibrated"
-    lines = [
-        f"{SHAPE} forward on {chip.name}, modelled (source: compiler, {known})",
+    return f"{SHAPE} {what} on {chip.name}, modelled (source: compiler, {known})"
+
+
+def compare_forward(chip: Any, problem: Any, db: str | None) -> list[str]:
+    """The forward of both."""
+    from kdagen.compiler.model import hbm_floor_seconds
+    from kdagen.measure.operands import floor_bytes
+
+    theirs = read_program(chip, *tokamax_forward(problem))
+    variant, origin = winner(SHAPE, problem, chip, db)
+    ours = read_program(chip, *kdagen_forward(problem, variant, chip), {})
+    moved = floor_bytes(problem)
+    return [
+        heading("forward", chip),
         f"  {origin}: {variant.to_json()}",
-    ]
-    for who, program in (("tokamax", theirs), ("kdagen", ours)):
-        lines.append(
-            f"  {who:8} kernels {program.kernel_seconds * 1e6:8.1f} us, {len(program.kernels)} "
-            f"of them, {program.kernel_bytes / 1e6:7.1f} MB of HBM traffic; XLA around them "
-            f"{program.around * 1e6:6.1f} us; together {program.seconds * 1e6:8.1f} us; "
-            f"{program.temporary_bytes / 1e6:.1f} MB of temporaries"
-        )
-        lines += [f"    {name}: {s * 1e6:.1f} us" for name, s in program.kernels.items()]
-        if program.uncounted:
-            lines.append(f"    not counted, so at least: {', '.join(program.uncounted)}")
-    lines += [
+        *theirs.lines("tokamax"),
+        *ours.lines("kdagen"),
         f"  ratio    kernels {theirs.kernel_seconds / ours.kernel_seconds:.2f}, "
         f"whole programs {theirs.seconds / ours.seconds:.2f}",
         f"  floor    {hbm_floor_seconds(chip, moved) * 1e6:8.1f} us to move each operand and the "
         f"result once, {moved / 1e6:.1f} MB",
     ]
-    return lines + side_by_side(chip, shapes, db)
+
+
+def compare_step(chip: Any, problem: Any, db: str | None) -> list[str]:
+    """The training step of both."""
+    forward, args, scalars = tokamax_forward(problem)
+    theirs = read_program(chip, *step_of(forward, args), scalars)
+    table = table_of(chip, db)
+    ours, step, origin = kdagen_step(problem, chip, args, table if table.is_file() else None)
+    return [
+        heading("training step", chip),
+        f"  {origin}",
+        f"  {step.to_json()}",
+        *theirs.lines("tokamax"),
+        *ours.lines("kdagen"),
+        *demands(ours, theirs),
+    ]
 
 
 def side_by_side(chip: Any, shapes: dict[str, Any], db: str | None) -> list[str]:
@@ -214,7 +190,13 @@ def main() -> int:
     parser = peer.parser(__doc__ or "")
     parser.add_argument("--db", metavar="PATH", help="a tuned table to take the winners from")
     parser.add_argument("--chips", default="v7x,v6e", help="comma-separated; v7x,v6e if not given")
+    parser.add_argument(
+        "--parts", default=",".join(PARTS), help=f"comma-separated; {','.join(PARTS)} if not given"
+    )
     options = parser.parse_args()
+    parts = options.parts.split(",")
+    if unknown := sorted(set(parts) - set(PARTS)):
+        parser.error(f"--parts: got {','.join(unknown)}, expected some of {','.join(PARTS)}")
     if options.dump is None:
         if options.db is not None and not Path(options.db).is_file():
             print(f"--db: got {options.db}, expected an existing file", file=sys.stderr)
@@ -229,7 +211,8 @@ def main() -> int:
     peer.quiet()
     print(f"tokamax {version('tokamax')}, JAX {jax.__version__}, libtpu {libtpu_version()}")
     for chip_name in options.chips.split(","):
-        print("\n".join(compare(chip_name, options.db)), flush=True)
+        for line in compare(chip_name, options.db, parts):
+            print(line, flush=True)
     return 0
 
 

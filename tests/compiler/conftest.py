@@ -1,5 +1,6 @@
 """One compile session a chip, in a child process: this one never loads libtpu."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -14,6 +15,13 @@ from kdagen.compiler.aot import worker_environment
 from kdagen.compiler.schedule import Schedule, read_schedule
 
 HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def benchmark_module(monkeypatch):
+    """Imports a module of ``benchmarks`` by its name, as its neighbours there do."""
+    monkeypatch.syspath_prepend(str(HERE.parents[1] / "benchmarks"))
+    return importlib.import_module
 
 
 @dataclass(frozen=True)
