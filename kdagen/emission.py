@@ -11,7 +11,9 @@ different chunks overlap within one grid step ``t``:
 
 They hand over through VMEM scratch with two slots, taken by the parity of the block. Blocks t and
 t - 2 share a slot, so what the recurrence reads must be read before the relations overwrite it: a
-plan that breaks this computes wrong numbers without any other sign.
+plan that breaks this computes wrong numbers without any other sign. At either end of a sweep, where
+not every stage has a block, a step may be written without the idle ones: what is left of a safe
+order is safe.
 
 Everything here is plain Python over integers: it decides legality before anything is traced.
 """
@@ -22,10 +24,8 @@ import itertools
 from dataclasses import dataclass
 
 from kdagen.errors import KdagenError
+from kdagen.kernels.pipeline import INVERSE, RECURRENCE, RELATIONS
 from kdagen.kernels.tiling import LANES, Job, side_by_side
-
-RECURRENCE, INVERSE, RELATIONS = "recurrence", "inverse", "relations"
-PIPELINE_STAGES = 3
 
 ORDERS = {
     "rir": (RECURRENCE, INVERSE, RELATIONS),

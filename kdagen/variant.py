@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 from kdagen.chips import Chip
 from kdagen.emission import ORDERS, Plan, plan
 from kdagen.errors import KdagenError
+from kdagen.kernels.pipeline import DRAIN
 from kdagen.kernels.tiling import LANES
 from kdagen.problem import Problem, canonical_json
 from kdagen.schedulers import SCHEDULERS, Products
@@ -25,6 +26,9 @@ MAX_LOOP_BUNDLES = 9700
 _NARROW_SPAN, _NARROW_SPILLS = 4, 2
 
 _FEW_STREAMS = 8
+# So many that the steps in which the pipeline fills and drains take more than they would in code of
+# their own, by enough to make up for compiling that.
+_FEW_BLOCKS = 32
 SUB_BLOCKS = {"bounded": (16, 32), "unbounded": (8,), "tree": (1,)}
 _BYTES = {"bfloat16": 2, "float32": 4}
 _EMISSION = ("recurrence_span", "inverse_span", "relation_span", "lag", "order")
@@ -108,6 +112,9 @@ class Variant(Parameters):
       lag: slots by which the relations start after the recurrence.
       order: which stage goes first within a slot: "rir" recurrence, inverse, relations; "irr"
         inverse, recurrence, relations; "mix" deals them out.
+      ends: steps at either end of a sweep, 0 to 2, that have code of their own for the stages that
+        have work there. Few blocks gain a good part of their time, and the code is larger by up to
+        two and a half times.
       vmem_limit_mib: scoped VMEM limit to ask the compiler for, in MiB; 0 is the chip's default.
       states: dtype of the states at the start of every chunk that are kept for the backward, or
         "none".
@@ -129,6 +136,7 @@ class Variant(Parameters):
     relation_span: int = 9
     lag: int = 0
     order: str = "rir"
+    ends: int = 0
     vmem_limit_mib: int = 0
     states: str = "none"
     keep_inverse: bool = False
@@ -194,6 +202,7 @@ def space(problem: Problem, chip: Chip) -> dict[str, tuple[Any, ...]]:
         "relation_span": (0, 4, 5, 6, 7, 8, 9),
         "lag": (0, 1),
         "order": ("rir", "irr"),
+        "ends": tuple(range(DRAIN + 1)),
         "vmem_limit_mib": _vmem_limits(chip),
         "states": ("bfloat16", "float32") if problem.residuals == "save" else ("none",),
         "keep_inverse": kept,
@@ -242,7 +251,8 @@ def default_variant(problem: Problem, chip: Chip) -> Variant:
 
     More batch rows of a program, then more of its chunks, make up for missing heads, as far as
     there are any. Few streams take long chunks: the recurrence of a stream is a chain of three
-    products a chunk, and nothing else fills its waits. The first that ``check`` passes is taken,
+    products a chunk, and nothing else fills its waits. Few blocks have code of their own for both
+    ends. The first that ``check`` passes is taken,
     from the most tokens in flight and the most heads down.
 
     Raises:
@@ -272,6 +282,7 @@ def default_variant(problem: Problem, chip: Chip) -> Variant:
                     inverse_span=1,
                     relation_span=8,
                     order="irr" if chunks == 1 else "rir",
+                    ends=DRAIN if -(-problem.tokens // (chunk * chunks)) <= _FEW_BLOCKS else 0,
                     vmem_limit_mib=limit,
                     states="bfloat16" if problem.residuals == "save" else "none",
                 )
@@ -325,6 +336,7 @@ def _values(variant: Variant, problem: Problem, chip: Chip) -> str | None:
         "inverse_dtype": ("bfloat16", "float32"),
         "weight_depth": (64, 128),
         "order": tuple(ORDERS),
+        "ends": tuple(range(DRAIN + 1)),
         "states": ("none", "bfloat16", "float32"),
     }
     for name, values in takes.items():
@@ -487,7 +499,8 @@ def _scratch_bytes(variant: Variant, problem: Problem) -> int:
     chunk = variant.chunk
     key_dim, value_dim = _whole_registers(problem)
     operand, inverse = _operand_bytes(problem), _BYTES[variant.inverse_dtype]
-    state = variant.streams * key_dim * value_dim * 4
+    # a final state is a window, of which there are two
+    state = variant.streams * key_dim * value_dim * 4 * (1 + problem.final_state)
     item = 2 * chunk * key_dim * operand
     pack = (key_dim + 2 * chunk) * LANES * inverse + chunk * LANES * 4 + 8 * key_dim * 4
     return state + 2 * (variant.streams * variant.chunks * item + variant.packs * pack)
@@ -550,8 +563,9 @@ def _window_bytes(variant: Variant, problem: Problem) -> int:
         block += variant.streams * variant.chunks * key_dim * value_dim * _BYTES[variant.states]
     if variant.keep_inverse:
         block += packs * variant.chunk * LANES * _operand_bytes(problem)
-    # rate and bias of a raw gate: of the heads of a program, or those of all once
+    # rate and bias of a raw gate: biases of all heads once, both of the heads of a program
     parameters = 0
     if problem.gate != "log_decay":
-        parameters = max(4 * variant.heads, -(-problem.value_heads // 8) * 8) * key_dim * 4
-    return 2 * block + parameters
+        rows = -(-problem.value_heads // 8) * 8 + 2 * _in_tile(variant.heads)
+        parameters = rows * key_dim * 4
+    return 2 * block + _in_tile(packs) * LANES * 4 + parameters

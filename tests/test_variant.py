@@ -111,6 +111,7 @@ BROKEN = [
     ("values", {"states": "float16"}, {}, "states='float16': it may be 'none', 'bfloat16'"),
     ("values", {"weight_depth": 32}, {}, "weight_depth=32: it may be 64, 128"),
     ("values", {"order": "iri"}, {}, "order='iri': it may be 'rir'"),
+    ("values", {"ends": 3}, {}, "ends=3: it may be 0, 1, 2"),
     ("values", {"rows": 0}, {}, "rows=0: it may be 1 to"),
     ("values", {"heads": 0}, {}, "heads=0: it may be 1 to"),
     ("values", {"chunks": -1}, {}, "chunks=-1: it may be 1 to"),

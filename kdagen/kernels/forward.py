@@ -9,7 +9,7 @@ One Pallas call takes query, key, value, gate and beta to output and final state
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,14 +18,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kdagen.kernels import lockstep, recurrence
-from kdagen.kernels.geometry import Cut, Extent, Geometry, bias, padded, rate, widened
+from kdagen.kernels import gates, lockstep, recurrence
+from kdagen.kernels.geometry import Cut, Extent, Geometry, padded, widened
 from kdagen.kernels.inverse import on_diagonal
 from kdagen.kernels.lanes import BF16, F32, beside, index, remainder, stack
+from kdagen.kernels.pipeline import DRAIN, RELATIONS, STAGES, written_out
 from kdagen.kernels.tiling import LANES
-
-DRAIN = 2
-"""Grid steps after the last block has entered the pipeline."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +32,11 @@ class Forward:
 
     Attributes:
       geometry: its cuts.
-      gate_rows: whether rate and bias of a raw gate are operands.
+      gate_rows: whether the gate is raw, with a rate and a bias of each channel.
       initial_state, final_state: whether they are operands.
       wide_inverse: the inverse is formed and applied in f32, and so are the products after it.
+      ends: steps at either end of a sweep that have code of their own, see
+        ``kdagen.kernels.pipeline``.
       states: dtype of the kept states at the start of every chunk, None to keep none.
       keep_inverse, keep_corrected, keep_gate: further residual outputs, see ``Results``.
     """
@@ -46,6 +46,7 @@ class Forward:
     initial_state: bool
     final_state: bool
     wide_inverse: bool
+    ends: int = 0
     states: str | None = None
     keep_inverse: bool = False
     keep_corrected: bool = False
@@ -81,14 +82,19 @@ class Results(NamedTuple):
 
 
 class Refs(NamedTuple):
-    """The kernel's references; a field is None where the call has no such operand."""
+    """The kernel's references; a field is None where the call has no such operand.
+
+    ``final`` [rows, 1, heads, K, V] is where the states are kept all along, and ``state``, of the
+    same shape, where there is none. ``gate_rows`` [2, heads, K] are rates and biases, ``beta_rows``
+    [packs, 128] what ``Step.arrange_beta`` makes of a beta that is taken as it was given.
+    """
 
     query: Any
     key: Any
     value: Any
     gate: Any
     beta: Any
-    rate: Any
+    a_log: Any
     bias: Any
     initial: Any
     output: Any
@@ -98,6 +104,8 @@ class Refs(NamedTuple):
     kept_corrected: Any
     kept_gate: Any
     state: Any
+    gate_rows: Any
+    beta_rows: Any
     decayed: Any
     keys_to_end: Any
     query_relations: Any
@@ -105,22 +113,33 @@ class Refs(NamedTuple):
     key_relations: Any
     inverses: Any
 
+    @property
+    def states(self) -> Any:
+        """[rows, 1, heads, KP, VP] f32."""
+        return self.state if self.final is None else self.final
+
 
 class Step:
     """One grid step as the stages see it: loads, stores and hand-over by item or pack.
 
-    ``scale`` and ``lower_bound`` are the call's. See ``kdagen.kernels.geometry`` for items.
+    ``step`` is its number, ``scale`` and ``lower_bound`` are the call's. See
+    ``kdagen.kernels.geometry`` for items.
     """
 
     def __init__(
-        self, kernel: Forward, cut: Cut, refs: Refs, scale: float, lower_bound: float | None
+        self,
+        kernel: Forward,
+        cut: Cut,
+        refs: Refs,
+        step: jax.Array,
+        scale: float,
+        lower_bound: float | None,
     ):
         self.scale, self.lower_bound = scale, lower_bound
         self._kernel, self._geometry, self._cut, self._refs = kernel, kernel.geometry, cut, refs
-        step = pl.program_id(2)
         # blocks t and t - 2 use one slot, block t - 1 the other
         self._slot, self._other = remainder(step, 2), remainder(step + 1, 2)
-        self._entering = jnp.minimum(step, pl.num_programs(2) - 1 - DRAIN)
+        self._entering = jnp.minimum(step, cut.blocks - 1)
         self._leaving = step - DRAIN
 
     def items(self, pack: int) -> range:
@@ -146,21 +165,24 @@ class Step:
     def gate_rows(self, item: int) -> tuple[jax.Array, jax.Array]:
         """exp(a_log) and the bias of a raw gate, rows [1, KP] f32."""
         *_, head = self._geometry.place(item)
-        mine = pl.program_id(1) * self._geometry.heads + head
-        bias = widened(self._refs.bias[pl.ds(mine, 1), :])
-        return jnp.full(bias.shape, self._refs.rate[mine], F32), bias
+        rate, bias = (self._refs.gate_rows[i, head : head + 1, :] for i in range(2))
+        return rate, bias
 
     def beta(self, pack: int) -> jax.Array:
         """[1, 128] f32 of the entering block, chunk-heads side by side; 0 past the end."""
-        ref, cut = self._refs.beta, self._cut
-        if not cut.lanes_as_given:
-            return ref[pack : pack + 1, :]
-        return beside(
-            [
-                self._inside(ref[cut.lane_index(item)].astype(F32), self._entering, item, axis=1)
+        ref = self._refs.beta if self._refs.beta_rows is None else self._refs.beta_rows
+        return ref[pack : pack + 1, :]
+
+    def arrange_beta(self) -> None:
+        """Takes beta as the caller gave it apart into rows for ``beta``, ahead of all stages: taken
+        where they are used, lanes of single heads cost twice as much."""
+        given = self._refs.beta[...].astype(F32)
+        for pack in range(self._geometry.packs):
+            mine = [
+                self._inside(given[self._cut.lane_index(item)], self._entering, item, axis=1)
                 for item in self.items(pack)
             ]
-        )
+            self._refs.beta_rows[pack : pack + 1, :] = beside(mine)
 
     def inside(self, x: jax.Array, item: int) -> jax.Array:
         """x [C, D] f32 of the entering block, with 0 in rows past the end of the sequence."""
@@ -231,7 +253,7 @@ class Step:
         if refs.kept_states is not None:
             for item in items:
                 n, row, head = geometry.place(item)
-                kept = refs.state[item % geometry.streams].astype(refs.kept_states.dtype)
+                kept = refs.states[self._cut.state_index(item)].astype(refs.kept_states.dtype)
                 refs.kept_states[row, head, n] = kept
 
         def emit(ref: Any, i: int, x: jax.Array) -> None:
@@ -258,8 +280,8 @@ class Step:
         )
         yield from recurrence.advance(
             handover,
-            refs.state,
-            [item % geometry.streams for item in items],
+            refs.states,
+            [self._cut.state_index(item) for item in items],
             functools.partial(emit, refs.output),
             keep=functools.partial(emit, refs.kept_corrected),
             dtype=geometry.operand,
@@ -275,48 +297,64 @@ def _kernel(
     cut: Cut,
     stages: Stages,
     slots,
+    absent: Collection[str],
     scale: float,
     lower_bound: float | None,
     *operands,
 ) -> None:
-    """Body of one grid step. ``operands`` are the references in the order of ``Refs``."""
+    """Body of one grid step. ``operands`` are the references in the order of ``Refs``, but for
+    those that are ``absent``."""
     given = iter(operands)
-    absent = {
-        "rate": not kernel.gate_rows,
-        "bias": not kernel.gate_rows,
-        "initial": not kernel.initial_state,
-        "final": not kernel.final_state,
-        "kept_states": kernel.states is None,
-        "kept_inverse": not kernel.keep_inverse,
-        "kept_corrected": not kernel.keep_corrected,
-        "kept_gate": not kernel.keep_gate,
-    }
-    refs = Refs(*(None if absent.get(name) else next(given) for name in Refs._fields))
+    refs = Refs(*(None if name in absent else next(given) for name in Refs._fields))
     geometry = kernel.geometry
     row, group, step = (pl.program_id(i) for i in range(3))
-    mine = pl.ds(group * geometry.heads, geometry.heads)
-    rows = [
-        (row * geometry.rows + r, pl.ds(r * geometry.heads, geometry.heads))
-        for r in range(geometry.rows)
-    ]
 
-    # the recurrence of the first block begins: scratch still holds another program's state
-    @pl.when(step == DRAIN)
+    # one branch for both: every region that a step goes past costs it some tens of cycles
+    @pl.when(step <= DRAIN)
     def _():
-        if refs.initial is None:
-            refs.state[...] = jnp.zeros_like(refs.state)
-        else:
-            for batch, streams in rows:
-                pltpu.sync_copy(refs.initial.at[batch, 0, mine], refs.state.at[streams])
-
-    lockstep.run(slots, stages(Step(kernel, cut, refs, scale, lower_bound)))
-
-    if refs.final is not None:
-
-        @pl.when(step == pl.num_programs(2) - 1)
+        @pl.when(step == 0)
         def _():
-            for batch, streams in rows:
-                pltpu.sync_copy(refs.state.at[streams], refs.final.at[batch, 0, mine])
+            for head in range(geometry.heads if kernel.gate_rows else 0):
+                _set_gate_rows(refs, head, group * geometry.heads + head)
+
+        # the recurrence of the first block begins: what is there is another program's
+        @pl.when(step == DRAIN)
+        def _():
+            if refs.initial is None:
+                refs.states[...] = jnp.zeros_like(refs.states)
+            else:
+                heads = pl.ds(group * geometry.heads, geometry.heads)
+                for r in range(geometry.rows):
+                    start = refs.initial.at[row * geometry.rows + r, 0, heads]
+                    pltpu.sync_copy(start, refs.states.at[r, 0])
+
+    def run(names: Collection[str]) -> None:
+        this = Step(kernel, cut, refs, step, scale, lower_bound)
+        if refs.beta_rows is not None and RELATIONS in names:
+            this.arrange_beta()
+        mine = [[entry for entry in slot if entry[0] in names] for slot in slots]
+        lockstep.run(mine, stages(this))
+
+    apart = written_out(cut.blocks, kernel.ends)
+    for at, names in apart.items():
+        pl.when(step == at)(functools.partial(run, names))
+    if not apart:
+        run(STAGES)
+    elif len(apart) < cut.blocks + DRAIN:
+        between = (step >= kernel.ends) & (step < cut.blocks + DRAIN - kernel.ends)
+        pl.when(between)(functools.partial(run, STAGES))
+
+
+def _set_gate_rows(refs: Refs, head: int, mine: Any) -> None:
+    """Rate and bias of a head of the program, which is head ``mine`` of the call."""
+    row = (1, refs.gate_rows.shape[2])
+    rate, bias = jnp.ones(row, F32), jnp.zeros(row, F32)
+    if refs.a_log is not None:
+        rate = gates.rate(jnp.full(row, refs.a_log[mine], F32))
+    if refs.bias is not None:
+        bias = widened(refs.bias[pl.ds(mine, 1), :])
+    refs.gate_rows[0, head : head + 1, :] = rate
+    refs.gate_rows[1, head : head + 1, :] = bias
 
 
 def call(
@@ -362,61 +400,61 @@ def call(
     leaving = lambda step: jnp.maximum(step - DRAIN, 0)  # noqa: E731
 
     whole = pl.BlockSpec(memory_space=pl.ANY)
-    in_specs = [
-        cut.key_tensor(entering),
-        cut.key_tensor(entering),
-        cut.tensor(value_dim, leaving),
-        cut.tensor(key_dim, entering),
-    ]
-    operands = [cut.view(x) for x in (query, key, value, gate)]
+    heads = extent.value_heads
     # of tens of microseconds, the few operations that arrange an operand take a share that counts
+    per_channel = pl.BlockSpec((heads, key_dim), lambda row, group, step: (0, 0))
+    given = {
+        "query": (cut.key_tensor(entering), cut.view(query)),
+        "key": (cut.key_tensor(entering), cut.view(key)),
+        "value": (cut.tensor(value_dim, leaving), cut.view(value)),
+        "gate": (cut.tensor(key_dim, entering), cut.view(gate)),
+    }
     if cut.lanes_as_given:
-        in_specs.append(cut.lanes(entering))
-        operands.append(beta)
+        given["beta"] = (cut.lanes(entering), cut.lanes_view(beta))
     else:
-        in_specs.append(cut.per_pack((LANES,), entering))
-        operands.append(cut.lane_rows(beta))
-    if kernel.gate_rows:
-        heads = extent.value_heads
-        in_specs.append(pl.BlockSpec(memory_space=pltpu.SMEM))
-        in_specs.append(pl.BlockSpec((heads, key_dim), lambda row, group, step: (0, 0)))
-        operands += [rate(a_log, heads), bias(delta_time_bias, heads, key_dim)]
+        given["beta"] = (cut.per_pack((LANES,), entering), cut.lane_rows(beta))
+    if kernel.gate_rows and a_log is not None:
+        given["a_log"] = (pl.BlockSpec(memory_space=pltpu.SMEM), a_log.astype(F32))
+    if kernel.gate_rows and delta_time_bias is not None:
+        given["bias"] = (per_channel, delta_time_bias.astype(F32).reshape(heads, key_dim))
     if kernel.initial_state:
         assert initial_state is not None
-        in_specs.append(whole)
-        operands.append(_whole_registers(initial_state, state_shape))
+        given["initial"] = (whole, _whole_registers(initial_state, state_shape))
+    in_specs, operands = zip(*given.values(), strict=True)
     # inside shard_map the results vary over the mesh as the operands do
     axes = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in operands))
     struct = functools.partial(
         jax.ShapeDtypeStruct, manual_axis_type=jax.sharding.ManualAxisType(varying=axes)
     )
-    heads, inverse_shape = extent.value_heads, (geometry.chunk, LANES)
-    specs = {"output": cut.tensor(value_dim, leaving)}
-    shapes = {"output": struct(cut.shape(heads, value_dim), query.dtype)}
+    output = cut.tensor(value_dim, leaving), struct(cut.shape(heads, value_dim), query.dtype)
+    results: dict[str, tuple[pl.BlockSpec, Any]] = {"output": output}
     if kernel.final_state:
-        specs["final_state"] = whole
-        shapes["final_state"] = struct((extent.batch, 1, heads, *state_shape), F32)
+        final = struct((extent.batch, 1, heads, *state_shape), F32)
+        results["final"] = (cut.states(state_shape), final)
     if kernel.states is not None:
-        specs["states"] = cut.per_chunk(state_shape, leaving)
-        shapes["states"] = struct(cut.chunk_shape(state_shape), kernel.states)
+        states = struct(cut.chunk_shape(state_shape), kernel.states)
+        results["kept_states"] = (cut.per_chunk(state_shape, leaving), states)
     if kernel.keep_inverse:
-        specs["inverse"] = cut.per_pack(inverse_shape, between)
-        shapes["inverse"] = struct((*cut.pack_shape(), *inverse_shape), geometry.operand)
+        inverse_shape = (geometry.chunk, LANES)
+        inverse = struct((*cut.pack_shape(), *inverse_shape), geometry.operand)
+        results["kept_inverse"] = (cut.per_pack(inverse_shape, between), inverse)
     if kernel.keep_corrected:
-        specs["corrected"] = cut.tensor(value_dim, leaving)
-        shapes["corrected"] = struct(cut.shape(heads, value_dim), query.dtype)
+        results["kept_corrected"] = output
     if kernel.keep_gate:
-        specs["gate"] = cut.tensor(key_dim, entering)
-        shapes["gate"] = struct(cut.shape(heads, key_dim), F32)
+        sums = struct(cut.shape(heads, key_dim), F32)
+        results["kept_gate"] = (cut.tensor(key_dim, entering), sums)
+    out_specs, out_shape = zip(*results.values(), strict=True)
+    kept = _scratch(kernel, cut)
+    absent = set(Refs._fields) - given.keys() - results.keys() - kept.keys()
     # Mosaic takes no 64-bit index; under jax_enable_x64 every literal would be one
     with jax.enable_x64(False):
         made = pl.pallas_call(
-            functools.partial(_kernel, kernel, cut, stages, slots, scale, lower_bound),
+            functools.partial(_kernel, kernel, cut, stages, slots, absent, scale, lower_bound),
             grid=(cut.row_groups, cut.groups, cut.blocks + DRAIN),
             in_specs=in_specs,
-            out_specs=list(specs.values()),
-            out_shape=list(shapes.values()),
-            scratch_shapes=scratch(kernel, *state_shape),
+            out_specs=out_specs,
+            out_shape=out_shape,
+            scratch_shapes=list(kept.values()),
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "parallel", "arbitrary"),
                 vmem_limit_bytes=geometry.vmem_limit_bytes,
@@ -424,30 +462,38 @@ def call(
             name=geometry.name,
             interpret=interpret,
         )(*operands)
-    results = dict(zip(specs, made, strict=True))
-    for name in results.keys() & {"output", "corrected", "gate"}:
-        results[name] = cut.unview(results[name], heads)
+    found = dict(zip(results, made, strict=True))
+    for name in found.keys() & {"output", "kept_corrected", "kept_gate"}:
+        found[name] = cut.unview(found[name], heads)
     if kernel.final_state:
-        results["final_state"] = results["final_state"][..., :key_dim, :value_dim]
-    return Results(**results)
+        found["final"] = found["final"][..., :key_dim, :value_dim]
+    return Results(
+        found["output"],
+        found.get("final"),
+        *(found.get(f"kept_{name}") for name in ("states", "inverse", "corrected", "gate")),
+    )
 
 
-def scratch(kernel: Forward, key_dim: int, value_dim: int) -> list[Any]:
-    """VMEM scratch, in the order of ``Refs``: the states, then what the stages hand over.
-
-    ``key_dim`` and ``value_dim`` are in whole registers.
-    """
+def _scratch(kernel: Forward, cut: Cut) -> dict[str, Any]:
+    """VMEM scratch by its name in ``Refs``."""
     geometry = kernel.geometry
     packs, chunk, operand = geometry.packs, geometry.chunk, geometry.operand
-    return [
-        pltpu.VMEM((geometry.streams, key_dim, value_dim), F32),
-        pltpu.VMEM((2, geometry.items, 2 * chunk, key_dim), operand),
-        pltpu.VMEM((2, packs, key_dim, LANES), kernel.inverse_dtype),
-        pltpu.VMEM((2, packs, chunk, LANES), kernel.inverse_dtype),
-        pltpu.VMEM((2, packs, 8, key_dim), F32),
-        pltpu.VMEM((2, packs, chunk, LANES), F32),
-        pltpu.VMEM((2, packs, chunk, LANES), kernel.inverse_dtype),
-    ]
+    key_dim, value_dim = padded(cut.extent.key_dim), padded(cut.extent.value_dim)
+    made: dict[str, Any] = {}
+    if not kernel.final_state:
+        made["state"] = pltpu.VMEM((geometry.rows, 1, geometry.heads, key_dim, value_dim), F32)
+    if kernel.gate_rows:
+        made["gate_rows"] = pltpu.VMEM((2, geometry.heads, key_dim), F32)
+    if cut.lanes_as_given:
+        made["beta_rows"] = pltpu.VMEM((geometry.packs, LANES), F32)
+    return made | {
+        "decayed": pltpu.VMEM((2, geometry.items, 2 * chunk, key_dim), operand),
+        "keys_to_end": pltpu.VMEM((2, packs, key_dim, LANES), kernel.inverse_dtype),
+        "query_relations": pltpu.VMEM((2, packs, chunk, LANES), kernel.inverse_dtype),
+        "totals": pltpu.VMEM((2, packs, 8, key_dim), F32),
+        "key_relations": pltpu.VMEM((2, packs, chunk, LANES), F32),
+        "inverses": pltpu.VMEM((2, packs, chunk, LANES), kernel.inverse_dtype),
+    }
 
 
 def _whole_registers(state: jax.Array, shape: tuple[int, int]) -> jax.Array:

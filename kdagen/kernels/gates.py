@@ -57,6 +57,18 @@ def _inverse_norm(x: jax.Array) -> jax.Array:
     return root * (1.5 - 0.5 * (square * root) * root)
 
 
+def rate(a_log: jax.Array) -> jax.Array:
+    """exp(a_log) of f32, at most e^88, to 3e-7: e^x of the hardware loses digits far from 0."""
+    whole, rest = _split(jnp.clip(a_log, -256.0, 88.0))
+    return jnp.exp(rest) * jnp.exp2(whole)
+
+
+def _split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A whole number w and a rest r of at most ln 2 / 2 with e^x = 2^w e^r."""
+    whole = jnp.floor(x * LOG2_E + 0.5)
+    return whole, (x - whole * _LN_2[0]) - whole * _LN_2[1]
+
+
 def log_decay(gate: jax.Array, floor: float) -> jax.Array:
     """The log decay [C, K] itself, in natural units: at most 0, at least -floor; f32."""
     return jnp.maximum(jnp.minimum(gate.astype(F32), 0.0), -floor)
@@ -95,9 +107,8 @@ def _softplus_f32(raw: jax.Array, rate: jax.Array, bias: jax.Array) -> jax.Array
     lost = (raw - (x - back)) + (bias - back)
     lost = jnp.where((x < 0.0) & (jnp.abs(lost) < 1e-4), lost, 0.0)
     low = jnp.maximum(-jnp.abs(x), -256.0)
-    whole = jnp.floor(low * LOG2_E + 0.5)
-    rest = (low - whole * _LN_2[0]) - whole * _LN_2[1] + lost
-    power = jnp.exp(rest) * jnp.exp2(whole + 32.0)
+    whole, rest = _split(low)
+    power = jnp.exp(rest + lost) * jnp.exp2(whole + 32.0)
     u = power * 2.0**-32
     # no log2: near 1 its relative accuracy is the hardware's own
     ratio = jnp.full_like(u, _LOG2_1P[-1])

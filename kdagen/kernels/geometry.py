@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kdagen.kernels.lanes import BF16, F32, quotient
-from kdagen.kernels.tiling import LANES, side_by_side
+from kdagen.kernels.tiling import LANES, SUBLANES, side_by_side
 
 Where = Callable[[Any], Any]
 """From the number of a grid step to the block of tokens that it takes."""
@@ -211,19 +211,32 @@ class Cut:
 
     @property
     def lanes_as_given(self) -> bool:
-        """Whether blocks of [HV, B, T] hold whole registers of tokens of all their batch rows, so
-        that a kernel takes it as it is."""
-        geometry = self.geometry
+        """Whether blocks of beta hold whole registers of tokens of all their batch rows, so that a
+        kernel takes it as it is."""
+        geometry, extent = self.geometry, self.extent
         return (
             geometry.layout == "HBTD"
             and geometry.block % LANES == 0
-            and geometry.block <= self.extent.tokens
-            and geometry.rows == self.extent.batch
+            and geometry.block <= extent.tokens
+            and geometry.rows == extent.batch
         )
 
+    @property
+    def _head_rows(self) -> bool:
+        """Whether heads are rows of [HV, T], which is how XLA lays out [HV, 1, T] by itself."""
+        heads, extent = self.geometry.heads, self.extent
+        return extent.batch == 1 and (heads % SUBLANES == 0 or heads == extent.value_heads)
+
+    def lanes_view(self, beta: jax.Array) -> jax.Array:
+        """beta [HV, B, T], for which ``lanes_as_given`` holds, as blocks are cut from it."""
+        return beta[:, 0] if self._head_rows else beta
+
     def lanes(self, where: Where) -> pl.BlockSpec:
-        """Block of [HV, B, T], for which ``lanes_as_given`` holds."""
+        """Block of ``lanes_view``."""
         geometry = self.geometry
+        if self._head_rows:
+            shape = (geometry.heads, geometry.block)
+            return pl.BlockSpec(shape, lambda row, group, step: (group, where(step)))
         return pl.BlockSpec(
             (geometry.heads, geometry.rows, geometry.block),
             lambda row, group, step: (group, row, where(step)),
@@ -233,7 +246,10 @@ class Cut:
         """Where the [1, C] lanes of an item lie in a block of ``lanes``."""
         n, row, head = self.geometry.place(item)
         chunk = self.geometry.chunk
-        return head, slice(row, row + 1), slice(n * chunk, (n + 1) * chunk)
+        tokens = slice(n * chunk, (n + 1) * chunk)
+        if self._head_rows:
+            return slice(head, head + 1), tokens
+        return head, slice(row, row + 1), tokens
 
     def lane_rows(self, beta: jax.Array) -> jax.Array:
         """beta as a lane row a pack: [B / rows, groups, blocks, packs, 128] f32, 0 past the end."""
@@ -250,6 +266,19 @@ class Cut:
         else:
             parts = beta.reshape(*batch, *tokens, *heads).transpose(0, 5, 2, 3, 1, 6, 4)
         return parts.reshape(*self.pack_shape(), LANES)
+
+    def states(self, shape: tuple[int, int]) -> pl.BlockSpec:
+        """Block of [B, 1, HV, *shape], of every stream of a program; ``state_index`` says where."""
+        geometry = self.geometry
+        return pl.BlockSpec(
+            (geometry.rows, 1, geometry.heads, *shape),
+            lambda row, group, step: (row, 0, group, 0, 0),
+        )
+
+    def state_index(self, item: int) -> tuple[int, int, int]:
+        """Where the stream of an item has its state in a block of ``states``."""
+        _, row, head = self.geometry.place(item)
+        return row, 0, head
 
     def pack_shape(self) -> tuple[int, ...]:
         """Leading axes of an array that holds something for every pack."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax.typing import DTypeLike
@@ -47,7 +48,7 @@ class Handover:
 def advance(
     handover: Handover,
     state,
-    streams: Sequence[int],
+    streams: Sequence[Any],
     emit: Callable[[int, jax.Array], None],
     *,
     keep: Callable[[int, jax.Array], None] | None = None,
@@ -55,7 +56,7 @@ def advance(
     inverse_dtype: DTypeLike = BF16,
 ) -> Generator[None, None, None]:
     """Takes one chunk of n streams: emits the output [C, V] f32 of the i-th, ``emit(i, output)``,
-    and replaces ``state[streams[i]]`` [K, V] f32.
+    and replaces ``state[streams[i]]`` [K, V] f32, ``streams`` being indices of any kind.
 
     ``keep``, if given, takes the corrected values E [C, V] as they go into the last product.
 

@@ -212,7 +212,7 @@ def portable_kernel(call: Call, *, interpret: bool) -> Fused:
     variant = choice.variant
     assert isinstance(variant, Variant)
     if interpret:
-        small = replace(variant, heads=1, rows=1, chunks=LANES // variant.chunk)
+        small = replace(variant, heads=1, rows=1, chunks=LANES // variant.chunk, ends=0)
         variant = small if check(small, problem, chip) is None else variant
     return Fused(
         problem, call.options, chip.name, interpret, variant, portable=True,

@@ -16,7 +16,7 @@ LEAST_IN_FLIGHT = 0.5
 products of one chunk-head: with half of it they take 1.5 times as long, with a quarter 3 times."""
 
 # What a variant takes from its problem rather than from its search.
-_STRUCTURE = ("chunk", "heads", "chunks", "decay", "sub_block", VMEM_LIMIT)
+_STRUCTURE = ("chunk", "heads", "chunks", "decay", "sub_block", "ends", VMEM_LIMIT)
 
 
 def legal_axes(

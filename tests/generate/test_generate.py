@@ -158,8 +158,9 @@ def test_the_same_point_gives_the_same_source():
 PARAMETERS = {
     "chunk": 128, "heads": 4, "rows": 2, "chunks": 2, "decay": "unbounded", "sub_block": 16,
     "inverse_block": 4, "inverse_dtype": "float32", "weight_depth": 128, "recurrence_span": 5,
-    "inverse_span": 1, "relation_span": 0, "lag": 1, "order": "mix", "vmem_limit_mib": 64,
-    "states": "bfloat16", "keep_inverse": True, "keep_corrected": True, "keep_gate": True,
+    "inverse_span": 1, "relation_span": 0, "lag": 1, "order": "mix", "ends": 2,
+    "vmem_limit_mib": 64, "states": "bfloat16", "keep_inverse": True, "keep_corrected": True,
+    "keep_gate": True,
 }  # fmt: skip
 FACTS = {
     "dtype": "float32", "gate": "softplus", "gate_dtype": "float32", "qk_l2norm": True,

@@ -83,6 +83,10 @@ POINTS: dict[str, tuple[Problem, dict[str, Any], dict[str, Any] | None, int]] = 
         BOUNDED, {"initial_state": True},
         {"chunk": 32, "heads": 2, "chunks": 2, "order": "mix", "vmem_limit_mib": 64}, 0,
     ),
+    "every end on its own, heads of some": (
+        BOUNDED, {**heads(16), "final_state": True},
+        {"heads": 8, "chunk": 32, "chunks": 4, "ends": 2}, 16,
+    ),
     "the default of a short call": (SOFTPLUS, {**GROUPED, "tokens": 60, **STATES}, None, 0),
 }  # fmt: skip
 

@@ -35,6 +35,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "inverse_block": (2, 4, 8),
     "weight_depth": (64, 128),
     "order": ("rir", "irr", "mix"),
+    "ends": (0, 1, 2),
     "recurrence_span": (1, 4, 9),
     "inverse_span": (1, 3),
     "relation_span": (0, 5),
@@ -46,7 +47,7 @@ def case(point: dict[str, Any]) -> tuple[Problem, Variant]:
     """The problem and the variant of one value an axis."""
     gate, decay, sub_block = point["factorisation"]
     all_heads, heads = point["heads"]
-    plain = ("chunk", "chunks", "inverse_block", "weight_depth", "order", "lag")
+    plain = ("chunk", "chunks", "inverse_block", "weight_depth", "order", "lag", "ends")
     spans = ("recurrence_span", "inverse_span", "relation_span")
     variant = Variant(
         heads=heads,
