@@ -29,6 +29,12 @@ _FEW_STREAMS = 8
 # So many that the steps in which the pipeline fills and drains take more than they would in code of
 # their own, by enough to make up for compiling that.
 _FEW_BLOCKS = 32
+
+# What an inverse in bfloat16 loses grows with the chunk, and averages out over the channels. With
+# chunks of 128 the output of 1024 tokens of hardly any decay is off by 4.8e-3 at 128 channels, by
+# 5.0e-3 at 100, 5.3e-3 at 80 and 5.5e-3 at 64; with chunks of 64 by 4.9e-3 at 64.
+_LEAST_LONG_KEY_DIM = 128
+
 SUB_BLOCKS = {"bounded": (16, 32), "unbounded": (8,), "tree": (1,)}
 _BYTES = {"bfloat16": 2, "float32": 4}
 _EMISSION = ("recurrence_span", "inverse_span", "relation_span", "lag", "order")
@@ -186,16 +192,17 @@ def space(problem: Problem, chip: Chip) -> dict[str, tuple[Any, ...]]:
     and the chunks of a program no more than its sequence has.
     """
     decay, exact = _natural_decay(problem), problem.exact
+    inverse_dtype = _inverse_dtype(problem)
     kept = (False, True) if problem.residuals == "save" else (False,)
     return {
-        "chunk": (32, 64, 128),
+        "chunk": chunks(problem, inverse_dtype),
         "heads": tuple(_divisors(problem.value_heads, 32)),
         "rows": tuple(_divisors(problem.batch, 32)),
         "chunks": tuple(n for n in _CHUNKS if n == 1 or 64 * (n - 1) < problem.tokens),
         "decay": (decay,),
         "sub_block": SUB_BLOCKS[decay] if not exact else SUB_BLOCKS[decay][:1],
         "inverse_block": (2, 4) if problem.wide_inverse else (2, 4, 8),
-        "inverse_dtype": ("float32",) if problem.wide_inverse else ("bfloat16",),
+        "inverse_dtype": (inverse_dtype,),
         "weight_depth": (64, 128),
         "recurrence_span": (4, 5, 6, 7, 8, 9, 10, 12),
         "inverse_span": (1, 2, 3),
@@ -209,6 +216,17 @@ def space(problem: Problem, chip: Chip) -> dict[str, tuple[Any, ...]]:
         "keep_corrected": kept,
         "keep_gate": kept,
     }
+
+
+def _inverse_dtype(problem: Problem) -> str:
+    """The fastest that is right."""
+    return "float32" if problem.wide_inverse else "bfloat16"
+
+
+def chunks(problem: Problem, inverse_dtype: str) -> tuple[int, ...]:
+    """Chunks that a kernel may have with an inverse in ``inverse_dtype``."""
+    long = inverse_dtype == "float32" or problem.key_dim >= _LEAST_LONG_KEY_DIM
+    return (32, 64, 128) if long else (32, 64)
 
 
 def _natural_decay(problem: Problem) -> str:
@@ -259,30 +277,32 @@ def default_variant(problem: Problem, chip: Chip) -> Variant:
       VariantError: no variant serves the problem on this chip; the message is that of ``check``.
     """
     decay, exact = _natural_decay(problem), problem.exact
+    inverse_dtype = _inverse_dtype(problem)
     violation = None
     for in_flight in (2048, 1536, 1024, 512, 256, 128):
         for heads in reversed(_divisors(problem.value_heads, in_flight // 64)):
             rows = max(_divisors(problem.batch, max(in_flight // 64 // heads, 1)))
             streams = rows * heads
-            chunk = 128 if streams < _FEW_STREAMS and 128 * streams <= in_flight else 64
-            chunks = _chunks(in_flight // (chunk * streams), chunk, problem.tokens)
+            few = streams < _FEW_STREAMS and 128 * streams <= in_flight
+            chunk = 128 if few and 128 in chunks(problem, inverse_dtype) else 64
+            count = _chunks(in_flight // (chunk * streams), chunk, problem.tokens)
             for limit in _vmem_limits(chip):
                 variant = Variant(
                     chunk=chunk,
                     heads=heads,
                     rows=rows,
-                    chunks=chunks,
+                    chunks=count,
                     decay=decay,
                     sub_block=SUB_BLOCKS[decay][0 if exact else -1],
                     inverse_block=4 if problem.wide_inverse or chunk == 128 else 8,
-                    inverse_dtype="float32" if problem.wide_inverse else "bfloat16",
+                    inverse_dtype=inverse_dtype,
                     weight_depth=128 if chunk == 128 else 64,
                     # one chunk leaves its recurrence early; several fill the step with theirs
-                    recurrence_span=5 if chunks == 1 else 8,
+                    recurrence_span=5 if count == 1 else 8,
                     inverse_span=1,
                     relation_span=8,
-                    order="irr" if chunks == 1 else "rir",
-                    ends=DRAIN if -(-problem.tokens // (chunk * chunks)) <= _FEW_BLOCKS else 0,
+                    order="irr" if count == 1 else "rir",
+                    ends=DRAIN if -(-problem.tokens // (chunk * count)) <= _FEW_BLOCKS else 0,
                     vmem_limit_mib=limit,
                     states="bfloat16" if problem.residuals == "save" else "none",
                 )
@@ -394,11 +414,11 @@ def _decay(variant: Variant, problem: Problem, chip: Chip) -> str | None:
 
 
 def _precision(variant: Variant, problem: Problem, chip: Chip) -> str | None:
-    """Float32 keeps its accuracy, and ill-conditioned keys theirs where that is asked for."""
+    """Float32 and narrow keys keep their accuracy, ill-conditioned keys where it is asked for."""
     if not problem.wide_inverse:
-        return None
+        return beyond_chunks(variant.chunk, problem, variant.inverse_dtype)
     asked = "precision='highest'"
-    if problem.exact:
+    if problem.precision != "highest":
         asked = f"dtype={problem.dtype!r} with key_dim={problem.key_dim}"
     if variant.inverse_dtype != "float32":
         return f"inverse_dtype={variant.inverse_dtype!r}: {asked} needs 'float32'"
@@ -412,6 +432,17 @@ def _precision(variant: Variant, problem: Problem, chip: Chip) -> str | None:
             "'bounded' with sub_block=16"
         )
     return None
+
+
+def beyond_chunks(chunk: int, problem: Problem, inverse_dtype: str) -> str | None:
+    """What is wrong with a chunk beside an inverse in ``inverse_dtype``; None if nothing."""
+    takes = chunks(problem, inverse_dtype)
+    if chunk in takes:
+        return None
+    return (
+        f"chunk={chunk}: with inverse_dtype={inverse_dtype!r} and key_dim={problem.key_dim} it may "
+        f"be {', '.join(map(str, takes))}"
+    )
 
 
 def _residuals(variant: Variant, problem: Problem, chip: Chip) -> str | None:

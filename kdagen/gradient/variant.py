@@ -21,7 +21,15 @@ from kdagen.gradient.plan import (
 from kdagen.gradient.plan import INVERSE as INVERSE_STAGE
 from kdagen.kernels.tiling import LANES
 from kdagen.problem import Problem
-from kdagen.variant import MIB, Parameters, VariantError, Violation, beyond_vmem
+from kdagen.variant import (
+    MIB,
+    Parameters,
+    VariantError,
+    Violation,
+    beyond_chunks,
+    beyond_vmem,
+    chunks,
+)
 
 OPERANDS = ("query", "key", "value", "gate", "beta", "initial_state", "a_log", "delta_time_bias")
 """What a call may be differentiated by."""
@@ -176,10 +184,17 @@ def _values(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | Non
     return None
 
 
+def _chunk(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | None:
+    return beyond_chunks(variant.chunk, problem, variant.inverse_dtype)
+
+
 def _kept(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | None:
     """A forward keeps the inverse in the dtype of its other products."""
     if variant.keep_inverse and problem.wide_inverse and not problem.exact:
-        return "keep_inverse=True: precision='highest' needs one above bfloat16, formed again"
+        return (
+            f"keep_inverse=True: precision={problem.precision!r} with key_dim={problem.key_dim} "
+            "needs one above bfloat16, formed again"
+        )
     return None
 
 
@@ -218,7 +233,7 @@ _SPILL_FACTOR_OF_PARTS = 1.4
 _SPILL_FACTOR = {"v4": 1.15}
 _LEAST_SPILL_MIB = 0.25
 
-CONSTRAINTS = (_served, _values, _kept, _packing, _vmem)
+CONSTRAINTS = (_served, _values, _chunk, _kept, _packing, _vmem)
 
 
 def vmem_bytes(variant: BackwardVariant, problem: Problem, chip: Chip) -> int:
@@ -254,7 +269,7 @@ def default_variant(problem: Problem, chip: Chip) -> BackwardVariant:
     Raises:
       VariantError: no variant serves the problem on this chip; the message is that of ``check``.
     """
-    wide = problem.wide_inverse
+    inverse_dtype = "float32" if problem.wide_inverse else "bfloat16"
     ratio = problem.value_heads // problem.heads
     violation = None
     for limit in (0, chip.usable_vmem_bytes * 3 // 4 // MIB):
@@ -262,7 +277,8 @@ def default_variant(problem: Problem, chip: Chip) -> BackwardVariant:
             for heads in reversed(range(1, max(in_flight, ratio) + 1)):
                 if problem.value_heads % heads or heads % ratio:
                     continue
-                chunk = 64 if heads > 1 else 128
+                long = heads == 1 and 128 in chunks(problem, inverse_dtype)
+                chunk = 128 if long else 64
                 least = LANES // math.gcd(LANES, heads * chunk)  # chunks that fill the lanes
                 most = min(in_flight // heads, -(-problem.tokens // chunk)) // least
                 variant = BackwardVariant(
@@ -270,8 +286,8 @@ def default_variant(problem: Problem, chip: Chip) -> BackwardVariant:
                     heads=heads,
                     chunks=least * max(1, most),
                     sub_block=sub_blocks(problem)[-1],
-                    inverse_block=4 if wide else 8,
-                    inverse_dtype="float32" if wide else "bfloat16",
+                    inverse_block=4 if problem.wide_inverse else 8,
+                    inverse_dtype=inverse_dtype,
                     vmem_limit_mib=limit,
                 )
                 violation = check(variant, problem, chip)

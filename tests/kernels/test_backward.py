@@ -104,7 +104,8 @@ SHAPES = {
     ),
     "two chunks of one head": (BOUNDED, {}, {"heads": 1, "chunks": 2, "sub_block": 16}),
     "two rows, narrow": (
-        LOG_DECAY, {"batch": 2, "key_dim": 60, "value_dim": 48}, {"heads": 1, "rows": 2},
+        LOG_DECAY, {"batch": 2, "key_dim": 60, "value_dim": 48},
+        {"heads": 1, "rows": 2, "inverse_block": 4, "inverse_dtype": "float32"},
     ),
     "heads that share a key": (SOFTPLUS, {"tokens": 100, "ratio": 2}, {"span": 2}),
     "ragged widths": (BOUNDED, {"tokens": 70, "key_dim": 129, "value_dim": 127}, {}),
@@ -238,6 +239,8 @@ def test_products_say_what_they_round_to(exact):
             "keep_inverse",
         ),
         (dataclasses.replace(LOG_DECAY, segments=1), {"sub_block": 1}, "segments"),
+        (dataclasses.replace(LOG_DECAY, key_dim=60), {"inverse_block": 4}, "inverse_dtype"),
+        (dataclasses.replace(LOG_DECAY, key_dim=100), {"chunk": 128}, "chunk=128"),
     ],
 )
 def test_check_names_what_is_not_legal(problem, change, names):
@@ -247,7 +250,8 @@ def test_check_names_what_is_not_legal(problem, change, names):
 
 def test_the_default_is_legal():
     for heads, ratio in ((1, 1), (3, 1), (32, 1), (2, 4)):
-        for base in (LOG_DECAY, BOUNDED, dataclasses.replace(SOFTPLUS, **EXACT)):
+        narrow = (dataclasses.replace(LOG_DECAY, key_dim=width) for width in (60, 100))
+        for base in (LOG_DECAY, BOUNDED, dataclasses.replace(SOFTPLUS, **EXACT), *narrow):
             problem = dataclasses.replace(base, heads=heads, value_heads=heads * ratio)
             assert check(default_variant(problem, CHIP), problem, CHIP) is None
 

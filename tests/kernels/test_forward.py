@@ -16,7 +16,7 @@ from kdagen.measure import kinds, operands, verify
 from kdagen.measure.accuracy import relative_error
 from kdagen.measure.kinds import Kind
 from kdagen.problem import Problem
-from kdagen.variant import Variant
+from kdagen.variant import Variant, default_variant
 from tests.kernels.calls import CHIP, assert_close, assert_within, call
 
 LENGTHS = (1, 2, 7, 63, 64, 65, 128, 129, 199)
@@ -69,6 +69,15 @@ def test_every_length(tokens, problem, variant):
 @pytest.mark.parametrize(("problem", "variant"), SMALL_CALLS, ids=gate_of)
 def test_data_of_every_kind_over_several_blocks(problem, variant):
     assert_close(problem, variant, kinds.every(problem))
+
+
+@pytest.mark.parametrize("key_dim", [32, 48, 64, 100])
+def test_the_default_holds_narrow_keys_of_hardly_any_decay(key_dim):
+    given = (Kind("-0.001"), Kind("-0.001", "random", True))
+    problem = dataclasses.replace(_PLAIN, tokens=300, key_dim=key_dim, value_dim=60)
+    chosen = default_variant(problem, CHIP)
+    small = dataclasses.replace(chosen, heads=1, chunks=128 // chosen.chunk)
+    assert_close(kinds.with_heads(problem, given), small, given)
 
 
 @pytest.mark.parametrize(("problem", "variant"), SMALL_CALLS, ids=gate_of)

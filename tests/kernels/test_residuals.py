@@ -28,7 +28,7 @@ CASES = {
         Variant(heads=2, **KEPT | {"states": "bfloat16"}),
     ),
     "narrow rows": (
-        dataclasses.replace(BOUNDED, key_dim=60, value_dim=48, batch=2, layout="BTHD"),
+        dataclasses.replace(BOUNDED, key_dim=72, value_dim=48, batch=2, layout="BTHD"),
         Variant(chunk=32, heads=2, rows=2, **KEPT),
     ),
     "log decay": (
