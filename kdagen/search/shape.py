@@ -98,6 +98,7 @@ class ShapeSearch:
         for result in store.results(environment_id, self._problem_id, source):
             variant = self._space.read(result.variant)
             self.results[variant] = result
+            self._space.unproven(variant, result)
             self._tell(variant)
         self.taken_over = len(self.tried)
         self._running: set[Job] = set()
@@ -108,8 +109,13 @@ class ShapeSearch:
 
     @property
     def tried(self) -> list[Result]:
-        """The candidates that count against ``trials``: all but the illegal ones."""
-        return [r for r in self.results.values() if r.status != "illegal"]
+        """The candidates that count against ``trials``: all but the illegal ones and, under a limit
+        on residuals, those that keep more."""
+        return [
+            r
+            for variant, r in self.results.items()
+            if r.status != "illegal" and not self._space.excess(variant)
+        ]
 
     @property
     def remaining(self) -> int:

@@ -62,8 +62,12 @@ class Space(Protocol):
         """Why this search does not allow it though it is legal; empty where it does."""
         ...
 
+    def hopeless(self, candidate: Any) -> bool:
+        """Whether ``unproven`` would be said of it, by what is known of other results."""
+        ...
+
     def unproven(self, candidate: Any, result: Result) -> str:
-        """Why a candidate with that result may not win; empty where it may."""
+        """Why a candidate with that result may not win, which is remembered; empty where it may."""
         ...
 
     def identity(self, candidate: Any) -> str:
@@ -85,7 +89,7 @@ class Space(Protocol):
 
     def recombined(self, results: Mapping[Any, Result]) -> Any | None:
         """A candidate not yet tried whose parts were, and whose time, which is their sum, is less
-        than that of any result."""
+        than that of any result that may win."""
         ...
 
 
@@ -120,6 +124,9 @@ class Forwards:
 
     def excess(self, candidate: Variant) -> str:
         return ""
+
+    def hopeless(self, candidate: Variant) -> bool:
+        return False
 
     def unproven(self, candidate: Variant, result: Result) -> str:
         return ""

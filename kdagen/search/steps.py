@@ -42,6 +42,9 @@ class Steps:
     """The training steps: a forward, a backward of the same cuts, and a policy; see
     ``kdagen.search.spaces.Space``.
 
+    "rematerialize" takes the time of one forward more than "save": where either will do, it is
+    searched only under a limit.
+
     Args:
       residual_limit: most bytes that may be kept from the forward pass to the gradient; None is no
         limit.
@@ -54,11 +57,10 @@ class Steps:
         self._problem, self._chip, self._limit = problem, chip, residual_limit
         self.default = paired(problem, default_variant(problem, chip), (chip,))
         policies = tuple(p for p in RESIDUAL_POLICIES if problem.residuals in (p, TUNED))
-        self.first = [
-            dataclasses.replace(self.default, residuals=name)
-            for name in policies
-            if name != self.default.residuals
-        ]
+        if residual_limit is None:
+            policies = policies[:1]
+        # of all steps with a result, the fewest bundles in the loop for a token in flight
+        self._least_bundles = 0.0
         values = _step_space(problem, chip, policies)
         limits = (f"forward.{VMEM_LIMIT}", f"backward.{VMEM_LIMIT}")
         group = (*CUTS, *limits)
@@ -71,7 +73,22 @@ class Steps:
         near = (usual * LEAST_IN_FLIGHT, usual / LEAST_IN_FLIGHT)
         axes[first] = ordered(o for o in kept if near[0] <= in_flight(o) <= near[1])
         self.axes = axes
+        self.first = self._first_ones(policies)
         self._require_allowed()
+
+    def _first_ones(self, policies: tuple[str, ...]) -> list[Step]:
+        """The default's cuts and those with half the heads, everything kept and nothing but states,
+        with the policy that fits at all first."""
+        found: dict[Step, None] = {}
+        halved = max(self.default.forward.heads // 2, 1)
+        for heads, kept, policy in itertools.product(
+            (self.default.forward.heads, halved), (False, True), policies
+        ):
+            shared = {"heads": heads, **dict.fromkeys(KEPT, kept)}
+            step = self.candidate({**self.point(self.default), **shared, "residuals": policy})
+            if self.check(step) is None and not self.excess(step) and step != self.default:
+                found[step] = None
+        return list(found)
 
     def _require_allowed(self) -> None:
         # all but the cuts leave the states as they are, and what else is kept adds to them
@@ -129,8 +146,15 @@ class Steps:
             return ""
         return f"it keeps {kept / MIB:.1f} MiB of residuals, of {self._limit / MIB:.1f} allowed"
 
+    def hopeless(self, candidate: Step) -> bool:
+        bundles = self._least_bundles * in_flight(self.point(candidate))
+        return bundles > MAX_LOOP_BUNDLES and candidate.forward.packs > 1
+
     def unproven(self, candidate: Step, result: Result) -> str:
         bundles = result.loop_bundles or 0
+        ratio = bundles / in_flight(self.point(candidate))
+        if bundles:
+            self._least_bundles = min(self._least_bundles or ratio, ratio)
         if bundles <= MAX_LOOP_BUNDLES or candidate.forward.packs == 1:
             return ""
         return (
@@ -182,11 +206,31 @@ class Steps:
             step = dataclasses.replace(one, backward=other.backward)
             seconds = (first.forward_seconds or 0.0) + (second.backward_seconds or 0.0)
             found.append((seconds, step.to_json(), step))
-        seconds, _, step = min(found, default=(math.inf, "", self.default))
-        able = (r for r in results.values() if r.status == "ok" and not r.reason)
-        known = (r.seconds or math.inf for r in able)
-        better = seconds < min(known, default=0.0) and step not in results
-        return step if better and not self.excess(step) and self.check(step) is None else None
+        if self._limit is not None:
+            found += self._rebuilding(results)
+        known = min(
+            (
+                r.seconds or math.inf
+                for step, r in results.items()
+                if r.status == "ok" and not r.reason and not self.excess(step)
+            ),
+            default=math.inf,
+        )
+        for seconds, _, step in sorted(found):
+            allowed = step not in results and not self.excess(step)
+            if seconds < known and allowed and self.check(step) is None:
+                return step
+        return None
+
+    def _rebuilding(self, results: Mapping[Step, Result]) -> list[tuple[float, str, Step]]:
+        """Steps that keep residuals, with the policy that keeps none, and about their time."""
+        found = []
+        for step, result in results.items():
+            if result.status == "ok" and not result.reason and step.residuals == "save":
+                other = dataclasses.replace(step, residuals="rematerialize")
+                seconds = (result.seconds or 0.0) + (result.forward_seconds or 0.0)
+                found.append((seconds, other.to_json(), other))
+        return found
 
 
 def _step_space(

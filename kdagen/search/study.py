@@ -78,7 +78,8 @@ class Study:
     def ask(self) -> Candidate | None:
         """A legal variant that was not proposed or told before, or None: no other was found."""
         if self._all is not None:
-            variant = next((v for v in self._all if v not in self._answers), None)
+            left = (v for v in self._all if v not in self._answers)
+            variant = next((v for v in left if not self._space.hopeless(v)), None)
             if variant is not None:
                 self._answers[variant] = None
             return variant
@@ -89,7 +90,7 @@ class Study:
                 self._finish(trial, self._answers[variant])
                 continue
             illegal = self._space.check(variant) is not None
-            if illegal or self._space.excess(variant):
+            if illegal or self._space.excess(variant) or self._space.hopeless(variant):
                 self._answers[variant] = math.inf
                 self._finish(trial, math.inf)
                 if illegal:

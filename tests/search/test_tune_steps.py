@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -82,10 +83,6 @@ def test_the_winner_is_checked_with_every_gradient(
     with Store(folder / "db.sqlite", read_only=True) as store:
         entries = store.entries()
     assert len([e for e in entries if e.result.status != "illegal"]) == 3
-    assert {Step.from_dict(json.loads(e.result.variant)).residuals for e in entries} == {
-        "save",
-        "rematerialize",
-    }
 
 
 def test_tables_say_forward_gradient_and_memory(folder: Path, output: str) -> None:
@@ -114,14 +111,17 @@ def test_a_call_runs_on_the_winner_from_the_table_that_ships(
 
 
 # The last, since it changes the winner.
-def test_a_limit_takes_the_fastest_of_what_fits_without_a_new_compile(
-    folder: Path, output: str
-) -> None:
+def test_a_limit_takes_the_fastest_of_what_fits(folder: Path, output: str) -> None:
     before = winner(folder)
     assert before.residual_limit_bytes is None
-    text = tune(folder, "--trials", "3", "--residual-limit", "0")
-    assert "tried a candidate" not in text
+    text = tune(folder, "--trials", "1", "--residual-limit", "0")
+    assert text.count("tried a candidate") == 1
     chosen = winner(folder)
     assert chosen.residual_limit_bytes == 0 and chosen.result.residual_bytes == 0
-    assert Step.from_dict(json.loads(chosen.result.variant)).residuals == "rematerialize"
-    assert tune(folder, "--trials", "3") and winner(folder) == before
+    rebuilt = Step.from_dict(json.loads(chosen.result.variant))
+    # of what was known the fastest, with its forward run again
+    assert rebuilt == dataclasses.replace(
+        Step.from_dict(json.loads(before.result.variant)), residuals="rematerialize"
+    )
+    again = tune(folder, "--trials", "3")
+    assert "tried a candidate" not in again and winner(folder) == before
