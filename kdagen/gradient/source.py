@@ -7,6 +7,7 @@ import hashlib
 from pathlib import Path
 
 from kdagen.chips import Chip
+from kdagen.generate import SPECIALISED as FORWARD_SPECIALISED
 from kdagen.generate import TEMPLATE as FORWARD_TEMPLATE
 from kdagen.generate import (
     Generated,
@@ -14,8 +15,7 @@ from kdagen.generate import (
     _environment,
     code_hash,
 )
-from kdagen.generate import variant_id as forward_id
-from kdagen.gradient.step import Step, keeping
+from kdagen.gradient.step import Step
 from kdagen.gradient.variant import BackwardVariant, Request
 from kdagen.kernels.tiling import LANES
 from kdagen.problem import Problem, canonical_json
@@ -49,13 +49,14 @@ def step_hash() -> str:
 
 
 def step_id(problem: Problem, step: Step, chip: Chip) -> str:
-    """sha256, hex, of the ids of a step's kernels, the gradient being that of every operand, and
-    its policy."""
-    kept, request = keeping(problem), Request.everything(problem)
+    """sha256, hex, of a step's parameters, of what its kernels are specialised on, the chip, and
+    all that generates them; one that is not legal has an id too."""
+    fields = problem.to_dict()
     asked = {
-        "forward": forward_id(kept, step.forward, chip),
-        "backward": variant_id(kept, request, step.backward, chip),
-        "residuals": step.residuals,
+        "chip": chip.name,
+        "code": step_hash(),
+        "parameters": step.to_dict(),
+        "problem": {name: fields[name] for name in FORWARD_SPECIALISED},
     }
     return hashlib.sha256(canonical_json(asked).encode()).hexdigest()
 

@@ -1,7 +1,7 @@
 """How a training step is computed: a forward and a backward kernel, and what is kept between them.
 
-Both cut the problem alike (chunk, heads, rows and chunks of a program): what the forward keeps for
-a program, the same program of the backward reads.
+Both walk the same chunks: the forward keeps the state at the start of each. An inverse that is kept
+lies as the forward's programs made it, so that the backward's must be cut alike in all.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from kdagen.problem import RESIDUAL_POLICIES, Problem, canonical_json
 from kdagen.variant import Variant, VariantError, Violation, check
 
 CUTS = ("chunk", "heads", "rows", "chunks")
-"""Parameters that both kernels share."""
+"""Parameters that say what a program works on."""
 
 KEPT = ("keep_inverse", "keep_corrected")
 """Parameters that say what the forward keeps and the backward reads, beside the states."""
+
+SHARED = ("chunk", *KEPT)
+"""Parameters that both kernels have in common."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Step:
     """A forward that keeps residuals, the backward that takes them, and when that forward runs.
 
     Attributes:
-      forward, backward: how, cut alike.
+      forward, backward: how, with ``SHARED`` in common.
       residuals: "save": the forward pass keeps the residuals. "rematerialize": it runs ``plain``,
         and the gradient runs ``forward`` before ``backward``.
     """
@@ -107,12 +110,9 @@ def check_step(step: Step, problem: Problem, chip: Chip) -> Violation | None:
         return Violation(
             "policy", f"residuals={step.residuals!r}: the problem's is {problem.residuals!r}"
         )
-    for name in (*CUTS, *KEPT):
-        ours, theirs = getattr(forward, name), getattr(backward, name)
-        if ours != theirs:
-            return Violation(
-                "cuts", f"{name}={ours} of the forward: that of the backward is {theirs}"
-            )
+    apart = _apart(forward, backward)
+    if apart is not None:
+        return Violation("cuts", apart)
     states = gradient.states_dtype(problem)
     if forward.states != states or forward.keep_gate:
         return Violation(
@@ -124,6 +124,21 @@ def check_step(step: Step, problem: Problem, chip: Chip) -> Violation | None:
     return broken or gradient.check(backward, keeping(problem), chip)
 
 
+def _apart(forward: Variant, backward: BackwardVariant) -> str | None:
+    """Why what a forward keeps is not what a backward reads, or None if it is."""
+    for name in (*SHARED, *(CUTS if backward.keep_inverse else ())):
+        ours, theirs = getattr(forward, name), getattr(backward, name)
+        if ours != theirs:
+            return f"{name}={ours} of the forward: that of the backward is {theirs}"
+    if forward.chunks % backward.chunks:
+        # the last block of the backward would reach beyond the chunks that have a state
+        return (
+            f"chunks={forward.chunks} of the forward: it must be a multiple of the "
+            f"{backward.chunks} of the backward"
+        )
+    return None
+
+
 def check_any(variant: Variant | Step, problem: Problem, chip: Chip) -> Violation | None:
     """The check of what a problem is solved by: a step if it is trained, else a forward."""
     if isinstance(variant, Step):
@@ -131,11 +146,17 @@ def check_any(variant: Variant | Step, problem: Problem, chip: Chip) -> Violatio
     return check(variant, problem, chip)
 
 
-def cut_alike(forward: Variant, backward: BackwardVariant, problem: Problem) -> Variant:
-    """A forward but for what a backward asks of it."""
-    shared = {name: getattr(backward, name) for name in (*CUTS, *KEPT)}
+def keeping_for(
+    forward: Variant, backward: BackwardVariant, problem: Problem, *, alike: bool = False
+) -> Variant:
+    """A forward but for what a backward asks of it; with ``alike``, or where it has to be, it is
+    also cut as the backward is."""
+    shared = {name: getattr(backward, name) for name in SHARED}
     states = gradient.states_dtype(problem)
-    return dataclasses.replace(forward, **shared, states=states, keep_gate=False)
+    fitted = dataclasses.replace(forward, **shared, states=states, keep_gate=False)
+    if alike or forward.chunk != backward.chunk or _apart(fitted, backward) is not None:
+        return dataclasses.replace(fitted, **{name: getattr(backward, name) for name in CUTS})
+    return fitted
 
 
 def paired(
@@ -157,11 +178,13 @@ def paired(
     policy = problem.residuals if problem.residuals in RESIDUAL_POLICIES else "save"
     reasons = []
     for backward in _backwards(keeping(problem), forward, chips[0], small=small):
-        found = Step(cut_alike(forward, backward, problem), backward, policy)
-        broken = next((b for c in chips if (b := check_step(found, problem, c))), None)
-        if broken is None:
-            return found
-        reasons.append(str(broken))
+        for alike in (small, True):
+            kept = keeping_for(forward, backward, problem, alike=alike)
+            found = Step(kept, backward, policy)
+            broken = next((b for c in chips if (b := check_step(found, problem, c))), None)
+            if broken is None:
+                return found
+            reasons.append(str(broken))
     raise VariantError(f"no backward kernel serves the call: {reasons[0]}")
 
 

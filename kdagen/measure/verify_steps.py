@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
+from math import lcm
 from typing import Any
 
 import numpy as np
@@ -31,12 +33,24 @@ def run(chip: str, problem: dict[str, Any], variant: dict[str, Any]) -> dict[str
     """
     asked, step = Problem.from_dict(problem), Step.from_dict(variant)
     copies = 1 if asked.gate == "log_decay" else _COPIES
-    small = verify.reduced(asked, step.forward, copies * len(kinds.telling(asked)))
+    small = reduced(asked, step, copies * len(kinds.telling(asked)))
     errors = verify.worst(small, relative_errors(small, step, chip))
     return {
         "errors": errors,
         "temporary_bytes": steps.temporary_bytes(asked, step, get_chip(chip)),
     }
+
+
+def reduced(problem: Problem, step: Step, least_heads: int = 1) -> Problem:
+    """``verify.reduced`` for both kernels of a step: whole programs of either."""
+    forward, backward = step.forward, step.backward
+    either = dataclasses.replace(
+        forward,
+        heads=lcm(forward.heads, backward.heads),
+        rows=lcm(forward.rows, backward.rows),
+        chunks=max(forward.chunks, backward.chunks),
+    )
+    return verify.reduced(problem, either, least_heads)
 
 
 def relative_errors(problem: Problem, step: Step, chip: str) -> dict[tuple[kinds.Kind, str], float]:

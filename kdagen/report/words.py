@@ -104,11 +104,10 @@ def _cuts(v: Variant | BackwardVariant) -> list[str]:
 
 
 def _backward(v: BackwardVariant) -> str:
-    """What it does not share with the forward."""
+    """Its cuts, and what it does not share with the forward."""
     shared = {*CUTS, *KEPT}
-    return ", ".join(
-        f"{name} {value}" for name, value in v.to_dict().items() if name not in shared and value
-    )
+    rest = [f"{name} {x}" for name, x in v.to_dict().items() if name not in shared and x]
+    return ", ".join([*_cuts(v), *rest])
 
 
 def problem(p: Problem) -> str:

@@ -6,8 +6,8 @@ In this order:
    that has one;
 2. the nearest row of the chip: the same key tuned with another generator, else the fewest facts
    that differ, heads and widths counted by their ratio;
-3. `kdagen.variant.default_variant`, of a training step the default backward and a forward cut like
-   it (`kdagen.gradient.step.paired`).
+3. `kdagen.variant.default_variant`, of a training step the default backward and a forward that
+   keeps what it reads (`kdagen.gradient.step.paired`).
 
 A problem that is trained has rows of its own, whose variants are training steps. Those tuned for
 "residuals: tuned" serve either policy, and those tuned for "save" a call that names none.

@@ -79,7 +79,7 @@ class Fused:
             assert self.forward_variant is not None
             results = self._forward(self.problem, self.forward_variant, operands)
         else:
-            # both policies run what is cut alike, and so give the same bits
+            # both policies run the same forward but for what it keeps, and so give the same bits
             step = self.step if keep else replace(self.step, residuals="rematerialize")
             results = self._forward(of_first(self.problem, step), step.first, operands)
         kept = {name: x for name, x in results.items() if name in _KEPT and x is not None}

@@ -43,30 +43,35 @@ def legal_axes(
     return found
 
 
-def unraised(
-    options: Iterable[Option], default: Option, limits: Sequence[str], tokens: int
-) -> list[Option]:
-    """Those with raised VMEM limits only where the chip's own does not do, and with no programs
+def unraised(options: Sequence[Option], default: Option, prefix: str, tokens: int) -> list[Option]:
+    """Those with a raised VMEM limit only where the chip's own does not do, and with no programs
     longer than the sequence; that of the default is among them whatever it is."""
-    options = list(options)
-    kept = []
+    limit, kept = f"{prefix}{VMEM_LIMIT}", []
     for option in options:
-        lower = ({**option, name: 0} for name in limits if option[name])
-        fits = (option["chunks"] - 1) * option["chunk"] < tokens
+        fits = (option[f"{prefix}chunks"] - 1) * {**default, **option}["chunk"] < tokens
         own = all(default[name] == x for name, x in option.items())
-        if own or (fits and not any(one in options for one in lower)):
+        raised = option[limit] and {**option, limit: 0} in options
+        if own or (fits and not raised):
             kept.append(option)
     return kept
 
 
-def ordered(options: Iterable[Option]) -> list[Option]:
+def ordered(options: Iterable[Option], default: Option, prefix: str) -> list[Option]:
     """By the work in flight, so that the sampler can tell near from far."""
-    return sorted(options, key=lambda o: (in_flight(o), o["chunk"], o["heads"]))
+
+    def place(option: Option) -> tuple[int, int, int]:
+        whole = {**default, **option}
+        return in_flight(whole, prefix), whole["chunk"], whole[f"{prefix}heads"]
+
+    return sorted(options, key=place)
 
 
-def in_flight(option: Option) -> int:
-    """Tokens of all chunk-heads of one grid step."""
-    return option["chunk"] * option["heads"] * option["rows"] * option["chunks"]
+def in_flight(point: Option, prefix: str = "") -> int:
+    """Tokens of all chunk-heads of one grid step, of the kernel with that prefix."""
+    tokens = point["chunk"]
+    for name in ("heads", "rows", "chunks"):
+        tokens *= point[f"{prefix}{name}"]
+    return tokens
 
 
 def structured(variant: Any, default: Any) -> Any:

@@ -105,9 +105,10 @@ class Forwards:
         legal = lambda point: self.check(self.candidate(point)) is None  # noqa: E731
         axes = legal_axes(default, space(problem, chip), [group], legal)
         first = "+".join(group)
-        kept = unraised(axes[first], default, (VMEM_LIMIT,), problem.tokens)
+        kept = unraised(axes[first], default, "", problem.tokens)
         least = LEAST_IN_FLIGHT * max(map(in_flight, kept))
-        axes[first] = ordered(option for option in kept if in_flight(option) >= least)
+        busy = [option for option in kept if in_flight(option) >= least]
+        axes[first] = ordered(busy, default, "")
         self.axes = axes
 
     def legal(self) -> Iterator[Variant]:

@@ -1,4 +1,4 @@
-"""Training steps as a search goes through them: two kernels that share their cuts, and a policy."""
+"""Training steps as a search goes through them: two kernels that share chunks, and a policy."""
 
 from __future__ import annotations
 
@@ -12,8 +12,19 @@ from typing import Any
 from kdagen.chips import Chip
 from kdagen.gradient import space as gradient
 from kdagen.gradient.source import step_id
-from kdagen.gradient.step import CUTS, KEPT, Step, check_step, cut_alike, paired
+from kdagen.gradient.step import (
+    CUTS,
+    KEPT,
+    SHARED,
+    Step,
+    check_step,
+    keeping,
+    keeping_for,
+    paired,
+)
 from kdagen.gradient.variant import BackwardVariant, states_dtype
+from kdagen.gradient.variant import check as gradient_check
+from kdagen.kernels.tiling import LANES
 from kdagen.measure.steps import residual_bytes
 from kdagen.problem import RESIDUAL_POLICIES, TUNED, Problem
 from kdagen.search.axes import (
@@ -33,6 +44,7 @@ from kdagen.variant import (
     Variant,
     VariantError,
     Violation,
+    check,
     default_variant,
     space,
 )
@@ -59,45 +71,84 @@ class Steps:
         policies = tuple(p for p in RESIDUAL_POLICIES if problem.residuals in (p, TUNED))
         if residual_limit is None:
             policies = policies[:1]
-        # of all steps with a result, the fewest bundles in the loop for a token in flight
-        self._least_bundles = 0.0
-        values = _step_space(problem, chip, policies)
-        limits = (f"forward.{VMEM_LIMIT}", f"backward.{VMEM_LIMIT}")
-        group = (*CUTS, *limits)
-        default = self.point(self.default)
-        legal = lambda point: self.check(self.candidate(point)) is None  # noqa: E731
-        axes = legal_axes(default, values, [group], legal)
-        first = "+".join(group)
-        kept = unraised(axes[first], default, limits, problem.tokens)
-        usual = in_flight(default)
-        near = (usual * LEAST_IN_FLIGHT, usual / LEAST_IN_FLIGHT)
-        axes[first] = ordered(o for o in kept if near[0] <= in_flight(o) <= near[1])
-        self.axes = axes
+        # Of all steps with too large a loop the fewest bundles in it for a token in flight, and the
+        # most tokens in flight of the others.
+        self._least_bundles, self._most_tokens = 0.0, LANES
+        self.axes = self._axes(policies)
         self.first = self._first_ones(policies)
         self._require_allowed()
 
+    def _axes(self, policies: tuple[str, ...]) -> dict[str, list[Option]]:
+        """The cuts of either kernel are an axis; where the inverse is kept, the forward is cut as
+        the backward is, whatever its own says."""
+        problem, chip, default = self._problem, self._chip, self.point(self.default)
+        found: dict[str, list[Option]] = {}
+
+        def add(part: str, values: Mapping[str, Any], cuts: tuple[str, ...], check: Any) -> str:
+            prefix = f"{part}."
+            group = tuple(n if n == "chunk" else f"{prefix}{n}" for n in (*cuts, VMEM_LIMIT))
+            own = {n if n == "chunk" else f"{prefix}{n}": x for n, x in values.items()}
+
+            def legal(point: Option) -> bool:
+                return check(getattr(self.candidate(point), part), keeping(problem), chip) is None
+
+            found.update(legal_axes(default, own, [group], legal))
+            first = "+".join(group)
+            found[first] = unraised(found[first], default, prefix, problem.tokens)
+            return first
+
+        # "save", so that a forward may keep what a backward may read
+        values = space(keeping(problem), chip)
+        rest = {n: x for n, x in values.items() if n not in (*KEPT, "states", "keep_gate")}
+        first = add("forward", rest, CUTS, check)
+        least = LEAST_IN_FLIGHT * max(in_flight(o, "forward.") for o in found[first])
+        busy = [o for o in found[first] if in_flight(o, "forward.") >= least or self._own(o)]
+        found[first] = ordered(busy, default, "forward.")
+
+        of_backward = gradient.space(problem, chip)
+        rest = {n: x for n, x in of_backward.items() if n not in SHARED}
+        first = add("backward", rest, CUTS[1:], gradient_check)
+        usual = in_flight(default, "backward.")
+        near = [
+            option
+            for option in found[first]
+            if LEAST_IN_FLIGHT * usual
+            <= in_flight({**default, **option}, "backward.")
+            <= usual / LEAST_IN_FLIGHT
+        ]
+        found[first] = ordered(near, default, "backward.")
+        for name in KEPT:
+            found[name] = [{name: x} for x in values[name] if x in of_backward[name]]
+        found["residuals"] = [{"residuals": name} for name in policies]
+        return found
+
+    def _own(self, option: Option) -> bool:
+        default = self.point(self.default)
+        return all(default[name] == x for name, x in option.items())
+
     def _first_ones(self, policies: tuple[str, ...]) -> list[Step]:
-        """The default's cuts and those with half the heads, everything kept and nothing but states,
-        with the policy that fits at all first."""
+        """The default's cuts and those of half the heads in the backward, with more and more kept;
+        with each policy."""
         found: dict[Step, None] = {}
-        halved = max(self.default.forward.heads // 2, 1)
-        for heads, kept, policy in itertools.product(
-            (self.default.forward.heads, halved), (False, True), policies
+        heads = self.default.backward.heads
+        for count, kept, policy in itertools.product(
+            (heads, max(heads // 2, 1)), (0, 1, 2), policies
         ):
-            shared = {"heads": heads, **dict.fromkeys(KEPT, kept)}
-            step = self.candidate({**self.point(self.default), **shared, "residuals": policy})
+            # corrected values first: they leave the cuts apart
+            flags = {name: n < kept for n, name in enumerate(reversed(KEPT))}
+            changed = {"backward.heads": count, **flags, "residuals": policy}
+            step = self.candidate({**self.point(self.default), **changed})
             if self.check(step) is None and not self.excess(step) and step != self.default:
                 found[step] = None
         return list(found)
 
     def _require_allowed(self) -> None:
-        # all but the cuts leave the states as they are, and what else is kept adds to them
+        # all but the chunks leave the states as they are, and what else is kept adds to them
+        cuts, policies = next(iter(self.axes.values())), self.axes["residuals"]
+        bare = {**self.point(self.default), **dict.fromkeys(KEPT, False)}
         least = min(
-            residual_bytes(self._problem, self.candidate({**self.point(self.default), **option}))
-            for option, policy in itertools.product(
-                next(iter(self.axes.values())), self.axes["residuals"]
-            )
-            for option in ({**option, **policy, **dict.fromkeys(KEPT, False)},)
+            residual_bytes(self._problem, self.candidate({**bare, **option, **policy}))
+            for option, policy in itertools.product(cuts, policies)
         )
         if self._limit is not None and least > self._limit:
             raise VariantError(
@@ -113,17 +164,16 @@ class Steps:
 
     def point(self, candidate: Step) -> Option:
         forward, backward = candidate.forward.to_dict(), candidate.backward.to_dict()
-        shared = {name: forward[name] for name in (*CUTS, *KEPT)}
         parts = (("forward", forward), ("backward", backward))
         return {
-            **shared,
-            **{f"{part}.{n}": x for part, of in parts for n, x in of.items() if n not in shared},
+            **{name: forward[name] for name in SHARED},
+            **{f"{part}.{n}": x for part, of in parts for n, x in of.items() if n not in SHARED},
             "residuals": candidate.residuals,
         }
 
     def candidate(self, point: Option) -> Step:
         whole = {**self._fixed(), **point}
-        shared = {name: whole[name] for name in (*CUTS, *KEPT)}
+        shared = {name: whole[name] for name in SHARED}
 
         def of(part: str) -> Option:
             prefix = f"{part}."
@@ -131,6 +181,9 @@ class Steps:
             return own | shared
 
         forward, backward = Variant(**of("forward")), BackwardVariant(**of("backward"))
+        if backward.keep_inverse:
+            alike = {name: getattr(backward, name) for name in CUTS}
+            forward = dataclasses.replace(forward, **alike)
         return Step(forward, backward, whole["residuals"])
 
     def _fixed(self) -> Option:
@@ -147,16 +200,20 @@ class Steps:
         return f"it keeps {kept / MIB:.1f} MiB of residuals, of {self._limit / MIB:.1f} allowed"
 
     def hopeless(self, candidate: Step) -> bool:
-        bundles = self._least_bundles * in_flight(self.point(candidate))
-        return bundles > MAX_LOOP_BUNDLES and candidate.forward.packs > 1
+        tokens = in_flight(self.point(candidate), "backward.")
+        return tokens > self._most_tokens and self._least_bundles * tokens > MAX_LOOP_BUNDLES
 
     def unproven(self, candidate: Step, result: Result) -> str:
-        bundles = result.loop_bundles or 0
-        ratio = bundles / in_flight(self.point(candidate))
-        if bundles:
-            self._least_bundles = min(self._least_bundles or ratio, ratio)
-        if bundles <= MAX_LOOP_BUNDLES or candidate.forward.packs == 1:
+        bundles = result.loop_bundles
+        tokens = in_flight(self.point(candidate), "backward.")
+        if bundles is None or tokens <= LANES:
             return ""
+        if bundles <= MAX_LOOP_BUNDLES:
+            self._most_tokens = max(self._most_tokens, tokens)
+            return ""
+        # check() holds the forward's loop to the limit, so that it is the backward's
+        ratio = bundles / tokens
+        self._least_bundles = min(self._least_bundles or ratio, ratio)
         return (
             f"code_size: {bundles} bundles in the loop, more than the {MAX_LOOP_BUNDLES} known to "
             "run well"
@@ -169,33 +226,32 @@ class Steps:
         return Step.from_dict(json.loads(text))
 
     def adapted(self, entry: Entry) -> list[Step]:
+        default = self.default
         if entry.problem.trained:
             step = self.read(entry.result.variant)
+            forward, backward, policy = step.forward, step.backward, step.residuals
         else:
             forward = Variant.from_dict(json.loads(entry.result.variant))
-            shared = {name: getattr(forward, name) for name in CUTS}
-            step = dataclasses.replace(
-                self.default,
-                forward=forward,
-                backward=dataclasses.replace(self.default.backward, **shared),
-            )
-        default = self.default
-        fitted = structured(step.forward, default.forward)
-        backward = structured(step.backward, default.backward)
+            backward, policy = default.backward, default.residuals
         return [
-            self._joined(step.forward, step.backward, step.residuals),
-            self._joined(fitted, backward, step.residuals),
+            self._joined(forward, backward, policy),
+            self._joined(
+                structured(forward, default.forward),
+                structured(backward, default.backward),
+                policy,
+            ),
         ]
 
     def _joined(self, forward: Variant, backward: BackwardVariant, policy: str) -> Step:
-        return Step(cut_alike(forward, backward, self._problem), backward, policy)
+        return Step(keeping_for(forward, backward, self._problem), backward, policy)
 
     def recombined(self, results: Mapping[Step, Result]) -> Step | None:
         groups: dict[tuple[Any, ...], list[tuple[Step, Result]]] = {}
         for step, result in results.items():
             # a gradient that runs the forward again takes the time of its own
             if result.status == "ok" and not result.reason and step.residuals == "save":
-                shared = tuple(getattr(step.forward, name) for name in (*CUTS, *KEPT))
+                names = (*SHARED, *(CUTS if step.backward.keep_inverse else ()))
+                shared = tuple(getattr(step.backward, name) for name in names)
                 groups.setdefault(shared, []).append((step, result))
         found: list[tuple[float, str, Step]] = []
         for members in groups.values():
@@ -231,20 +287,3 @@ class Steps:
                 seconds = (result.seconds or 0.0) + (result.forward_seconds or 0.0)
                 found.append((seconds, other.to_json(), other))
         return found
-
-
-def _step_space(
-    problem: Problem, chip: Chip, policies: tuple[Any, ...]
-) -> dict[str, tuple[Any, ...]]:
-    """Ordered values of the parameters of ``Steps.point``, but for those that are fixed."""
-    # "save", so that a forward may keep what a backward may read
-    forward = space(dataclasses.replace(problem, residuals="save"), chip)
-    backward = gradient.space(problem, chip)
-    shared = (*CUTS, *KEPT)
-    values: dict[str, tuple[Any, ...]] = {
-        name: tuple(x for x in forward[name] if x in backward[name]) for name in shared
-    }
-    fixed = (*shared, "states", "keep_gate")
-    for part, of in (("forward", forward), ("backward", backward)):
-        values |= {f"{part}.{name}": xs for name, xs in of.items() if name not in fixed}
-    return values | {"residuals": policies}

@@ -317,7 +317,7 @@ def test_render_prints_either_kernel_of_a_training_step(run) -> None:
     assert "def forward(" in forward.stdout and "def backward(" in backward.stdout
     other = run(*shape[:-1], "--gradient", "--variant", '{"backward": {"weight_depth": 128}}')
     assert other.stdout not in ("", backward.stdout)
-    apart = run(*shape[:-1], "--variant", '{"backward": {"heads": 1}}')
+    apart = run(*shape[:-1], "--variant", '{"backward": {"chunk": 32}}')
     assert apart.exit_code == 1 and "not legal for this shape on v6e: cuts" in apart.stderr
     (Path("shapes.yaml")).write_text(SHAPES)
     plain = run("render", "--chip=v6e", "--shape=good", "--shapes=shapes.yaml", "--gradient")

@@ -8,6 +8,7 @@ import re
 import pytest
 
 from kdagen.chips import CHIPS, get_chip
+from kdagen.gradient.source import step_id
 from kdagen.gradient.space import space
 from kdagen.gradient.step import CUTS, KEPT, Step, check_step, of_first, paired
 from kdagen.gradient.variant import BackwardVariant, check
@@ -38,14 +39,29 @@ def test_what_is_no_step_is_named(changes: dict, message: str) -> None:
         Step.from_dict({**STEP.to_dict(), **changes})
 
 
+def test_kernels_are_cut_apart_where_only_states_are_kept() -> None:
+    apart = dataclasses.replace(
+        STEP,
+        forward=dataclasses.replace(STEP.forward, heads=8, chunks=4),
+        backward=dataclasses.replace(STEP.backward, heads=4, chunks=2),
+    )
+    assert check_step(apart, TRAINED, CHIP) is None
+
+
 BROKEN = {
-    "heads apart": ({"heads": 1}, {}, "cuts", "heads=.* of the forward"),
+    "chunks apart": ({"chunk": 32}, {}, "cuts", "chunk=32 of the forward: .* is 64"),
+    "a block with chunks that have no state": (
+        {"chunks": 3}, {"chunks": 2}, "cuts", "chunks=3 .* a multiple of the 2",
+    ),
+    "an inverse that lies otherwise": (
+        {"keep_inverse": True, "heads": 2}, {"keep_inverse": True}, "cuts", "heads=2 of",
+    ),
     "kept and not read": ({"keep_inverse": True}, {}, "cuts", "keep_inverse=True"),
     "states that are not taken": ({"states": "float32"}, {}, "kept", "takes bfloat16 states"),
     "a gate that is not taken": ({"keep_gate": True}, {}, "kept", "keep_gate=True"),
     "an illegal forward": ({"decay": "bounded", "sub_block": 8}, {}, "values", "sub_block=8"),
     "an illegal backward": ({}, {"sub_block": 3}, "values", "sub_block=3"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -56,7 +72,6 @@ def test_what_a_step_breaks_is_named(name: str) -> None:
         forward=dataclasses.replace(STEP.forward, **forward),
         backward=dataclasses.replace(STEP.backward, **backward),
     )
-    assert check_step(STEP, TRAINED, CHIP) is None
     found = check_step(step, TRAINED, CHIP)
     assert found is not None and found.constraint == constraint
     assert re.search(message, found.message), found.message
@@ -71,6 +86,22 @@ def test_the_policy_of_the_problem_is_that_of_its_steps() -> None:
     assert of_first(TRAINED, STEP).residuals == "save"
     assert of_first(TRAINED, rebuilt).residuals is None
     assert (STEP.first.states, rebuilt.first.states) == ("bfloat16", "none")
+
+
+def test_every_part_of_a_step_and_of_its_code_changes_its_id(monkeypatch) -> None:
+    others = [
+        dataclasses.replace(STEP, forward=dataclasses.replace(STEP.forward, lag=1)),
+        dataclasses.replace(STEP, backward=dataclasses.replace(STEP.backward, span=2)),
+        dataclasses.replace(STEP, residuals="rematerialize"),
+        # not legal: it is recorded all the same
+        dataclasses.replace(STEP, backward=dataclasses.replace(STEP.backward, heads=3, chunk=32)),
+    ]
+    ids = {step_id(TRAINED, step, CHIP) for step in (STEP, *others)}
+    ids |= {step_id(dataclasses.replace(TRAINED, layout="BTHD"), STEP, CHIP)}
+    ids |= {step_id(TRAINED, STEP, get_chip("v7x"))}
+    assert step_id(dataclasses.replace(TRAINED, tokens=64), STEP, CHIP) in ids
+    monkeypatch.setattr("kdagen.gradient.source.step_hash", lambda: "other")
+    assert len(ids | {step_id(TRAINED, STEP, CHIP)}) == 8
 
 
 @pytest.mark.parametrize("chip", CHIPS)

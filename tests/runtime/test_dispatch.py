@@ -208,7 +208,7 @@ def test_an_untuned_step_is_the_default_backward_under_the_tuned_forward(table):
 
 
 def test_a_step_of_another_generator_or_of_parts_that_are_not_legal_is_not_tuned(table):
-    apart = dataclasses.replace(STEP, backward=dataclasses.replace(STEP.backward, heads=1))
+    apart = dataclasses.replace(STEP, backward=dataclasses.replace(STEP.backward, chunk=32))
     table(
         (dataclasses.replace(HERE_TRAINED, generator="old"), TRAINED, STEP, "compiler"),
         (HERE_TRAINED, TRAINED, apart, "hardware"),

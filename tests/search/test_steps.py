@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from kdagen.chips import CHIPS, get_chip
-from kdagen.gradient.step import CUTS, KEPT, Step, check_step
+from kdagen.gradient.step import KEPT, Step, check_step
 from kdagen.measure.steps import residual_bytes
 from kdagen.search.spaces import Forwards, space_of
 from kdagen.search.steps import Steps
@@ -49,11 +49,16 @@ def test_axes_cover_a_step_and_hold_the_default(chip: str, gate: str) -> None:
     problem = dataclasses.replace(TRAINED, gate=gate, lower_bound=bound)
     space = Steps(problem, get_chip(chip))
     point = space.point(space.default)
+    legal = 0
     for options in space.axes.values():
         assert {name: point[name] for name in options[0]} in options
-        for option in options:
-            step = space.candidate({**point, **option})
-            assert check_step(step, problem, get_chip(chip)) is None
+        found = [
+            check_step(space.candidate({**point, **o}), problem, get_chip(chip)) for o in options
+        ]
+        # what is legal for one kernel may not go with the default of the other
+        assert {v.constraint for v in found if v} <= {"cuts", "packing", "vmem"}
+        legal += found.count(None)
+    assert legal > 50
     fixed = {"forward.states", "forward.keep_gate"}
     assert {name for options in space.axes.values() for name in options[0]} == point.keys() - fixed
     assert space.candidate(point) == space.default
@@ -76,8 +81,8 @@ def test_asks_are_legal_and_share_their_cuts() -> None:
     assert len(set(asked)) == 60
     for step in asked:
         assert check_step(step, TRAINED, CHIP) is None
-        for name in (*CUTS, *KEPT):
-            assert getattr(step.forward, name) == getattr(step.backward, name)
+    apart = [step for step in asked if step.forward.heads != step.backward.heads]
+    assert apart and not any(step.backward.keep_inverse for step in apart)
     assert {step.residuals for step in asked} == {"save"}
     kept = [sum(getattr(step.forward, name) for name in KEPT) for step in asked]
     assert sum(kept[-20:]) > sum(kept[:20])
@@ -124,18 +129,19 @@ def test_what_must_be_as_large_as_what_was_too_large_is_not_tried() -> None:
     assert not space.hopeless(STEP)
     space.unproven(STEP, step_result(loop_bundles=2 * MAX_LOOP_BUNDLES))
     assert space.hopeless(STEP) and space.hopeless(of_forward(lag=1))
-    halved = space.candidate({**space.point(STEP), "heads": STEP.forward.heads // 2})
+    halved = space.candidate({**space.point(STEP), "backward.heads": STEP.backward.heads // 2})
     assert not space.hopeless(halved)
-    # a smaller loop for the same work says that there are such
+    # one of as much work that is not too large says that there are such
     space.unproven(of_forward(lag=1), step_result(loop_bundles=MAX_LOOP_BUNDLES))
     assert not space.hopeless(STEP)
 
 
 def test_the_search_begins_with_everything_kept_and_with_fewer_heads() -> None:
     first = Steps(TRAINED, CHIP).first
-    heads = STEP.forward.heads
-    cuts = {(s.forward.heads, s.forward.keep_inverse, s.forward.keep_corrected) for s in first}
-    assert cuts == {(heads, True, True), (heads // 2, False, False), (heads // 2, True, True)}
+    heads = STEP.backward.heads
+    cuts = {(s.backward.heads, s.forward.keep_inverse, s.forward.keep_corrected) for s in first}
+    every = {(n, *kept) for n in (heads, heads // 2) for kept in ((0, 0), (0, 1), (1, 1))}
+    assert cuts == every - {(heads, 0, 0)}
     assert all(check_step(step, TRAINED, CHIP) is None for step in first)
     under = Steps(TRAINED, CHIP, 0).first
     assert REBUILT in under and {step.residuals for step in under} == {"rematerialize"}
@@ -183,7 +189,7 @@ def test_steps_begin_where_steps_and_forwards_nearby_did_well() -> None:
     assert of_step == of_backward(weight_depth=128)
     taken, fitted = space.adapted(entry(PROBLEM, FASTER))
     assert taken.forward.recurrence_span == fitted.forward.recurrence_span == FASTER.recurrence_span
-    assert taken.forward.chunks == taken.backward.chunks == FASTER.chunks
+    assert taken.forward.chunks == FASTER.chunks
     assert fitted.backward == STEP.backward and check_step(fitted, TRAINED, CHIP) is None
     assert Forwards(PROBLEM, CHIP).adapted(entry(TRAINED, STEP)) == []
     assert Forwards(PROBLEM, CHIP).adapted(entry(PROBLEM, DEFAULT))[0] == DEFAULT

@@ -116,10 +116,10 @@ def test_a_training_step_ships_with_its_limit(tmp_path: Path) -> None:
 
 
 def test_a_step_whose_kernels_are_cut_apart_does_not_ship(tmp_path: Path) -> None:
-    apart = dataclasses.replace(STEP, backward=dataclasses.replace(STEP.backward, heads=1))
+    apart = dataclasses.replace(STEP, backward=dataclasses.replace(STEP.backward, chunk=32))
     with Store(tmp_path / "db.sqlite") as store:
         winner_of_a_step(store, apart)
-    with pytest.raises(StoreError, match="not legal: cuts: heads="):
+    with pytest.raises(StoreError, match="not legal: cuts: chunk="):
         ship(tmp_path / "db.sqlite", tmp_path / "out.sqlite", "v6e")
 
 
