@@ -24,7 +24,6 @@ from kdagen.gradient.step import (
 )
 from kdagen.gradient.variant import BackwardVariant, states_dtype
 from kdagen.gradient.variant import check as gradient_check
-from kdagen.kernels.tiling import LANES
 from kdagen.measure.steps import residual_bytes
 from kdagen.problem import RESIDUAL_POLICIES, TUNED, Problem
 from kdagen.search.axes import (
@@ -39,6 +38,7 @@ from kdagen.search.axes import (
 )
 from kdagen.store.tuned import Entry, Result
 from kdagen.variant import (
+    LANES,
     MAX_LOOP_BUNDLES,
     MIB,
     Variant,

@@ -23,8 +23,8 @@ from kdagen.store.tuned import Entry, Store
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = """
 forward: &forward
-  tokens: 128
-  heads: 1
+  tokens: 64
+  heads: 2
 step:
   <<: *forward
   residuals: tuned
