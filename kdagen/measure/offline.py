@@ -25,7 +25,7 @@ _BLOCKS = model.MIN_STEPS
 
 
 def run(chip: str, problem: dict[str, Any], variant: dict[str, Any]) -> dict[str, Any]:
-    """The task of a worker: the fields of ``kdagen.store.tuned.Result`` that the compiler tells.
+    """The task of a worker: the fields of ``kdagen.store.rows.Result`` that the compiler tells.
 
     ``seconds`` is the modelled time of one call on one device: of the kernel at its real length,
     and of the few operations that XLA puts before it at the length that was compiled, where they

@@ -32,7 +32,7 @@ Function = Callable[..., Any]
 
 
 def run(chip: str, problem: dict[str, Any], variant: dict[str, Any]) -> dict[str, Any]:
-    """The task of a worker: the fields of ``kdagen.store.tuned.Result`` that the compiler tells.
+    """The task of a worker: the fields of ``kdagen.store.rows.Result`` that the compiler tells.
 
     ``seconds`` is the modelled time of a step on one device, ``forward_seconds`` and
     ``backward_seconds`` its parts. Bytes moved are those of all kernels; the bundles and spills

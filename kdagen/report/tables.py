@@ -19,7 +19,8 @@ from kdagen.report import words
 from kdagen.runtime.table import read_parameters
 from kdagen.search.run import Run, Summary
 from kdagen.search.shape import ShapeSearch
-from kdagen.store.tuned import Entry, Result, Store
+from kdagen.store.rows import Entry, Result
+from kdagen.store.tuned import Store
 from kdagen.variant import Variant, VariantError
 
 # Of a table that goes to a file or a pipe.

@@ -6,7 +6,7 @@ from kdagen.chips import CALIBRATED_WITH, Chip
 from kdagen.gradient.step import CUTS, KEPT, Step
 from kdagen.gradient.variant import BackwardVariant
 from kdagen.problem import Problem
-from kdagen.store.tuned import Environment, Result
+from kdagen.store.rows import Environment, Result
 from kdagen.variant import Variant
 
 MIB = 1 << 20

@@ -11,7 +11,7 @@ from kdagen.chips import Chip
 from kdagen.compiler.aot import libtpu_version
 from kdagen.generate import code_hash
 from kdagen.gradient.source import step_hash
-from kdagen.store.tuned import Environment
+from kdagen.store.rows import Environment
 
 _PACKAGE = Path(kdagen.__file__).parent
 _MODEL = ("compiler", "measure/offline.py", "measure/operands.py")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kdagen.store.tuned import Result
+from kdagen.store.rows import Result
 
 # A modelled time is the same in every process; below this the model does not tell two apart.
 MODEL_NOISE = 0.005

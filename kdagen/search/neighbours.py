@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from kdagen.chips import Chip
 from kdagen.problem import Problem
 from kdagen.search.spaces import Candidate, Space
-from kdagen.store.tuned import Entry
+from kdagen.store.rows import Entry
 from kdagen.variant import VariantError
 
 

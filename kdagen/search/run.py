@@ -18,7 +18,8 @@ from kdagen.measure.pool import Pool
 from kdagen.problem import Problem
 from kdagen.search import environment
 from kdagen.search.shape import Job, ShapeSearch
-from kdagen.store.tuned import Environment, Store
+from kdagen.store.rows import Environment
+from kdagen.store.tuned import Store
 from kdagen.variant import VariantError
 
 DEFAULT_TRIALS = 24

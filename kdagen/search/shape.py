@@ -18,7 +18,8 @@ from kdagen.search import finals
 from kdagen.search.neighbours import neighbours
 from kdagen.search.spaces import Candidate, space_of
 from kdagen.search.study import Study
-from kdagen.store.tuned import Result, Store, TensorError
+from kdagen.store.rows import Result, TensorError
+from kdagen.store.tuned import Store
 
 _NEIGHBOURS = 4
 

@@ -21,7 +21,7 @@ from kdagen.search.axes import (
     unraised,
 )
 from kdagen.search.steps import Steps
-from kdagen.store.tuned import Entry, Result
+from kdagen.store.rows import Entry, Result
 from kdagen.variant import Variant, Violation, check, default_variant, legal_variants, space
 
 Candidate = Variant | Step

@@ -36,7 +36,7 @@ from kdagen.search.axes import (
     structured,
     unraised,
 )
-from kdagen.store.tuned import Entry, Result
+from kdagen.store.rows import Entry, Result
 from kdagen.variant import (
     LANES,
     MAX_LOOP_BUNDLES,

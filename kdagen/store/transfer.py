@@ -17,8 +17,9 @@ from kdagen.chips import get_chip
 from kdagen.gradient.step import check_any
 from kdagen.problem import canonical_json
 from kdagen.runtime.table import read_parameters
+from kdagen.store.rows import Entry
 from kdagen.store.schema import migrations
-from kdagen.store.tuned import Entry, Store, StoreError
+from kdagen.store.tuned import Store, StoreError
 from kdagen.variant import VariantError
 
 _EPOCH = "1970-01-01 00:00:00+00:00"

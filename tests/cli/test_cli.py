@@ -310,11 +310,20 @@ def test_a_limit_that_nothing_fits_is_said_with_the_least_that_is_kept(run) -> N
     assert "keeps 64.0 MiB at least, of 1.0 allowed" in " ".join(result.stdout.split())
 
 
+def test_the_forward_of_a_training_step_names_the_command_that_prints_it(run) -> None:
+    fields = '{"tokens": 640, "heads": 4, "residuals": "tuned"}'
+    source = run("render", "--chip", "v6e", "--problem", fields, "--default").stdout
+    (command,) = re.findall(r"kdagen (render .*)", source)
+    assert run(*shlex.split(command)).stdout == source
+
+
 def test_render_prints_either_kernel_of_a_training_step(run) -> None:
     (Path("shapes.yaml")).write_text("step: {tokens: 640, heads: 4, residuals: rematerialize}\n")
     shape = ["render", "--chip", "v6e", "--shape", "step", "--shapes", "shapes.yaml", "--default"]
     forward, backward = run(*shape), run(*shape, "--gradient")
     assert "def forward(" in forward.stdout and "def backward(" in backward.stdout
+    saving = run(*shape[:-1], "--variant", '{"residuals": "save"}')
+    assert saving.exit_code == 1 and "policy" in saving.stderr
     other = run(*shape[:-1], "--gradient", "--variant", '{"backward": {"weight_depth": 128}}')
     assert other.stdout not in ("", backward.stdout)
     apart = run(*shape[:-1], "--variant", '{"backward": {"chunk": 32}}')

@@ -13,7 +13,8 @@ from kdagen.gradient.step import keeping, paired
 from kdagen.gradient.variant import Request
 from kdagen.problem import TUNED, Problem
 from kdagen.runtime import dispatch
-from kdagen.store.tuned import Environment, Store
+from kdagen.store.rows import Environment
+from kdagen.store.tuned import Store
 from kdagen.variant import default_variant
 from tests.store.rows import step_result
 

@@ -7,7 +7,7 @@ import dataclasses
 from kdagen.chips import CALIBRATED_WITH, get_chip
 from kdagen.problem import Problem
 from kdagen.report import words
-from kdagen.store.tuned import TensorError
+from kdagen.store.rows import TensorError
 from tests.store.rows import CHECKED, DEFAULT, ENVIRONMENT, FASTER, PROBLEM, result
 
 

@@ -19,7 +19,8 @@ from kdagen.runtime import dispatch
 from kdagen.runtime.table import TableError, packaged_tables, read_table
 from kdagen.runtime.target import KdagenWarning, NoKernelError, forget_warnings
 from kdagen.search.choice import parse_problem
-from kdagen.store.tuned import Environment, Store
+from kdagen.store.rows import Environment
+from kdagen.store.tuned import Store
 from kdagen.variant import Variant, check, default_variant
 from tests.store.rows import result
 

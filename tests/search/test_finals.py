@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from kdagen.search.finals import FINALISTS, MODEL_NOISE, finalists, leader, noise
-from kdagen.store.tuned import Result
+from kdagen.store.rows import Result
 from tests.store.rows import DEFAULT, result
 
 

@@ -12,7 +12,7 @@ from kdagen.measure.steps import residual_bytes
 from kdagen.search.spaces import Forwards, space_of
 from kdagen.search.steps import Steps
 from kdagen.search.study import Study
-from kdagen.store.tuned import Entry
+from kdagen.store.rows import Entry
 from kdagen.variant import MAX_LOOP_BUNDLES, VariantError
 from tests.store.rows import (
     DEFAULT,
@@ -100,7 +100,9 @@ def test_a_limit_leaves_out_what_keeps_more() -> None:
     limit = residual_bytes(TRAINED, STEP)
     assert limit == 8 * (2048 // 64) * 128 * 128 * 2
     space = Steps(TRAINED, CHIP, limit)
-    asked = ask(Study(space, 40, seed=1), 40)
+    study = Study(space, 40, seed=1)
+    study.suggest(space.first)
+    asked = ask(study, 40)
     assert max(residual_bytes(TRAINED, step) for step in asked) <= limit
     assert {step.residuals for step in asked} == {"save", "rematerialize"}
     assert space.excess(STEP) == ""

@@ -18,7 +18,8 @@ from kdagen.gradient.step import Step, check_step
 from kdagen.gradient.variant import Request
 from kdagen.problem import Problem, load_shapes
 from kdagen.runtime import dispatch
-from kdagen.store.tuned import Entry, Store
+from kdagen.store.rows import Entry
+from kdagen.store.tuned import Store
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = """

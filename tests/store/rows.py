@@ -8,7 +8,8 @@ from typing import Any
 from kdagen.chips import get_chip
 from kdagen.gradient.step import Step, paired
 from kdagen.problem import Problem
-from kdagen.store.tuned import Environment, Result, Store, TensorError
+from kdagen.store.rows import Environment, Result, TensorError
+from kdagen.store.tuned import Store
 from kdagen.variant import Variant, default_variant
 
 ENVIRONMENT = Environment(

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from kdagen.gradient.step import Step
+from kdagen.store.rows import TensorError
 from kdagen.store.transfer import ship
-from kdagen.store.tuned import Store, StoreError, TensorError
+from kdagen.store.tuned import Store, StoreError
 from tests.store.rows import (
     CHECKED,
     DEFAULT,

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from sqlite_utils import Database
 
+from kdagen.store.rows import TensorError
 from kdagen.store.schema import migrations
-from kdagen.store.tuned import Store, StoreError, TensorError, default_path
+from kdagen.store.tuned import Store, StoreError, default_path
 from tests.store.rows import (
     CHECKED,
     DEFAULT,
