@@ -13,7 +13,7 @@ import numpy as np
 from kdagen.chips import Chip, get_chip
 from kdagen.generate import Generated, load
 from kdagen.gradient import source
-from kdagen.gradient.step import Step, keeping
+from kdagen.gradient.step import Step, keeping, of_first
 from kdagen.gradient.variant import Request
 from kdagen.measure import accuracy, kinds, operands, steps, verify
 from kdagen.problem import Problem
@@ -42,7 +42,8 @@ def run(chip: str, problem: dict[str, Any], variant: dict[str, Any]) -> dict[str
 
 
 def reduced(problem: Problem, step: Step, least_heads: int = 1) -> Problem:
-    """``verify.reduced`` for both kernels of a step: whole programs of either."""
+    """``verify.reduced`` for both kernels of a step: whole programs of either, and no second group
+    of heads where the problem has none, which would cost as much again."""
     forward, backward = step.forward, step.backward
     either = dataclasses.replace(
         forward,
@@ -50,7 +51,10 @@ def reduced(problem: Problem, step: Step, least_heads: int = 1) -> Problem:
         rows=lcm(forward.rows, backward.rows),
         chunks=max(forward.chunks, backward.chunks),
     )
-    return verify.reduced(problem, either, least_heads)
+    small = verify.reduced(problem, either, least_heads)
+    if problem.value_heads == either.heads and problem.heads >= least_heads:
+        return dataclasses.replace(small, heads=problem.heads, value_heads=problem.value_heads)
+    return small
 
 
 def relative_errors(problem: Problem, step: Step, chip: str) -> dict[tuple[kinds.Kind, str], float]:
@@ -99,11 +103,12 @@ def call(
     ``values``, cotangents and results are in layout "HBTD", whatever that of the problem is. The
     results are those of what the forward pass runs.
     """
-    first = verify.call(problem, step.first, chip, values)
+    first = verify.call(of_first(problem, step), step.first, chip, values)
     moved = operands.in_layout({**values, **given}, problem)
-    kept = verify.raw(keeping(problem), step.forward, chip, values)
-    request = Request.everything(problem)
-    run = _interpreted(source.generate(keeping(problem), request, step.backward, chip), problem)
+    kept_problem, request = keeping(problem), Request.everything(problem)
+    kept = verify.raw(kept_problem, step.forward, chip, values)
+    made = source.generate(kept_problem, request, step.backward, chip)
+    run = _interpreted(made, kept_problem)
     names = (*operands.inputs(problem), *steps.RESIDUALS, "d_output", "d_final")
     known = {**moved, **{name: kept.get(name) for name in steps.RESIDUALS}}
     found = run(*(known.get(name) for name in names if name != "initial_state"))
