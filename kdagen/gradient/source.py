@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 from pathlib import Path
@@ -16,7 +17,7 @@ from kdagen.generate import (
     code_hash,
 )
 from kdagen.gradient.step import Step
-from kdagen.gradient.variant import BackwardVariant, Request
+from kdagen.gradient.variant import BackwardVariant, Request, handover
 from kdagen.kernels.tiling import LANES
 from kdagen.problem import Problem, canonical_json
 from kdagen.variant import MIB
@@ -87,6 +88,7 @@ def generate(problem: Problem, request: Request, variant: BackwardVariant, chip:
                 again="kdagen.gradient.source.generate of these facts, request and parameters",
                 p=variant,
                 plan=variant.plan(request),
+                handover=dataclasses.asdict(handover(variant, problem, request)),
                 wanted=request.wanted,
                 output_cotangent=request.output_cotangent,
                 state_cotangent=request.state_cotangent,

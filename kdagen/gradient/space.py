@@ -6,6 +6,7 @@ from typing import Any
 
 from kdagen import variant as forward
 from kdagen.chips import Chip
+from kdagen.gradient.plan import ORDERS
 from kdagen.gradient.step import CUTS
 from kdagen.gradient.variant import sub_blocks
 from kdagen.problem import Problem
@@ -27,6 +28,8 @@ def space(problem: Problem, chip: Chip) -> dict[str, tuple[Any, ...]]:
         "inverse_dtype": of_forward["inverse_dtype"],
         "keep_inverse": kept,
         "keep_corrected": (False, True),
-        "span": (1, 2, 4, 8, 16),
+        "span": (4, 6, 8, 10, 12, 16),
+        "lag": (0, 2, 4, 6),
+        "order": tuple(ORDERS),
         "vmem_limit_mib": of_forward["vmem_limit_mib"],
     }

@@ -1,7 +1,7 @@
 """How a training step is computed: a forward and a backward kernel, and what is kept between them.
 
 Both walk the same chunks: the forward keeps the state at the start of each. An inverse that is kept
-lies as the forward's programs made it, so that the backward's must be cut alike in all.
+lies as the forward's programs made it, so that the backward's must be cuts of those.
 """
 
 from __future__ import annotations
@@ -126,7 +126,14 @@ def check_step(step: Step, problem: Problem, chip: Chip) -> Violation | None:
 
 def _apart(forward: Variant, backward: BackwardVariant) -> str | None:
     """Why what a forward keeps is not what a backward reads, or None if it is."""
-    for name in (*SHARED, *(CUTS if backward.keep_inverse else ())):
+    alike = list(SHARED)
+    if backward.keep_inverse:
+        # chunk-heads that share the lanes must share a chunk to be told apart by heads or chunks
+        whole = backward.streams * backward.chunk % LANES == 0
+        alike += ["rows"] + ([] if whole else ["heads", "chunks"])
+        if whole and (forward.heads % backward.heads or backward.rows > 1):
+            alike.append("heads")
+    for name in alike:
         ours, theirs = getattr(forward, name), getattr(backward, name)
         if ours != theirs:
             return f"{name}={ours} of the forward: that of the backward is {theirs}"

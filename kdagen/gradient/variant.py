@@ -11,6 +11,7 @@ from kdagen.chips import Chip
 from kdagen.gradient.plan import (
     CORRECTIONS,
     GRADIENTS,
+    ORDERS,
     RECURRENCE,
     RELATIONS,
     WRITES,
@@ -19,6 +20,7 @@ from kdagen.gradient.plan import (
     plan,
 )
 from kdagen.gradient.plan import INVERSE as INVERSE_STAGE
+from kdagen.kernels.handover import Handover
 from kdagen.kernels.tiling import LANES
 from kdagen.problem import Problem
 from kdagen.variant import (
@@ -94,7 +96,7 @@ class BackwardVariant(Parameters):
       inverse_block, weight_depth: of the inverse, where it is formed again.
       inverse_dtype: in which the inverse is formed and applied.
       keep_inverse, keep_corrected: whether the forward kept them; they are formed again otherwise.
-      span: slots over which packs start.
+      span, lag, order: of the emission, see ``kdagen.gradient.plan.plan``.
       vmem_limit_mib: scoped VMEM limit to ask the compiler for, in MiB; 0 is the chip's default.
     """
 
@@ -108,7 +110,9 @@ class BackwardVariant(Parameters):
     inverse_dtype: str = "bfloat16"
     keep_inverse: bool = False
     keep_corrected: bool = False
-    span: int = 1
+    span: int = 8
+    lag: int = 0
+    order: str = "leaving"
     vmem_limit_mib: int = 0
 
     @property
@@ -127,11 +131,12 @@ class BackwardVariant(Parameters):
             chunk=self.chunk,
             streams=self.streams,
             chunks=self.chunks,
+            base=self.sub_block,
             inverse_block=0 if self.keep_inverse else self.inverse_block,
             corrected=not self.keep_corrected,
             stages=request.stages,
         )
-        return plan(shape, self.span)
+        return plan(shape, self.span, self.lag, self.order)
 
 
 def states_dtype(problem: Problem) -> str:
@@ -166,6 +171,7 @@ def _values(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | Non
         "inverse_block": (2, 4) if problem.wide_inverse else (2, 4, 8),
         "weight_depth": (64, 128),
         "inverse_dtype": ("float32",) if problem.wide_inverse else ("bfloat16", "float32"),
+        "order": tuple(ORDERS),
     }
     for name, values in takes.items():
         value = getattr(variant, name)
@@ -176,6 +182,7 @@ def _values(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | Non
         ("rows", 1),
         ("chunks", 1),
         ("span", 1),
+        ("lag", 0),
         ("vmem_limit_mib", 0),
     ):
         value = getattr(variant, name)
@@ -228,7 +235,7 @@ def _vmem(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | None:
 # VMEM that values between the stages and spills take, per 64 tokens of one head of K = V = 128: the
 # most that was seen, and a margin. The scheduler of v4 keeps more of them alive, and so do products
 # of f32 operands in bf16 parts.
-_SPILLED_MIB = {"base": 1.0, "tree": 1.35, "float32": 3.0}
+_SPILLED_MIB = {"base": 0.75, "tree": 0.95, "float32": 1.7}
 _SPILL_FACTOR_OF_PARTS = 1.4
 _SPILL_FACTOR = {"v4": 1.15}
 _LEAST_SPILL_MIB = 0.25
@@ -254,13 +261,31 @@ def vmem_bytes(variant: BackwardVariant, problem: Problem, chip: Chip) -> int:
     states = key_dim * value_dim * element[states_dtype(problem)]
     blocks = 2 * items * (variant.chunk * row + states)
     state = variant.streams * key_dim * value_dim * 4
+    handed = handover(variant, problem, Request.everything(problem)).bytes(key_dim, value_dim)
     kind = "float32" if problem.exact else "tree" if variant.sub_block == 1 else "base"
     units = items * variant.chunk / 64 * (key_dim + value_dim) / 256
     spilled = _SPILLED_MIB[kind] * _SPILL_FACTOR.get(chip.name, 1.0)
     if variant.inverse_dtype == "float32" and not problem.exact:
         spilled *= _SPILL_FACTOR_OF_PARTS
     spill = units * spilled + _LEAST_SPILL_MIB
-    return state + blocks + round(spill * MIB)
+    return state + blocks + handed + round(spill * MIB)
+
+
+def handover(variant: BackwardVariant, problem: Problem, request: Request) -> Handover:
+    """What the two halves of the kernel of a variant hand over, as it is generated."""
+    wants = not {"query", "key", "beta", *_DECAY_OPERANDS}.isdisjoint(request.wanted)
+    return Handover(
+        chunk=variant.chunk,
+        items=variant.streams * variant.chunks,
+        base=variant.sub_block,
+        dtype="float32" if problem.exact else "bfloat16",
+        inverse_dtype=variant.inverse_dtype,
+        gradients=wants,
+        norms=problem.qk_l2norm and not {"query", "key"}.isdisjoint(request.wanted),
+        gate=not set(_DECAY_OPERANDS).isdisjoint(request.wanted),
+        rate="a_log" in request.wanted,
+        corrected=wants and not variant.keep_corrected,
+    )
 
 
 def default_variant(problem: Problem, chip: Chip) -> BackwardVariant:

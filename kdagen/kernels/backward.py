@@ -9,7 +9,8 @@ VMEM all the while, and so do the sums over tokens that a_log and delta_time_bia
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,9 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kdagen.kernels import lockstep
-from kdagen.kernels.backward_step import Backward, Refs, Step, absent
+from kdagen.kernels.backward_step import DRAIN, Backward, Refs, Step, absent
 from kdagen.kernels.geometry import Cut, Extent, gate_rows, padded
-from kdagen.kernels.lanes import F32
+from kdagen.kernels.lanes import F32, quotient, remainder
 from kdagen.kernels.tiling import LANES
 
 Stages = Callable[[Step], Mapping[str, Callable[[int], lockstep.Stage]]]
@@ -33,11 +34,15 @@ def _kernel(
     slots,
     scale: float,
     lower_bound: float | None,
+    handed: Sequence[str],
     *operands,
 ) -> None:
-    """Body of one grid step. ``operands`` are the references in the order of ``Refs``."""
+    """Body of one grid step. ``operands`` are the references in the order of ``Refs``, those of
+    ``handed`` by name last."""
     given, missing = iter(operands), absent(kernel)
-    refs = Refs(*(None if missing.get(name) else next(given) for name in Refs._fields))
+    fields = [name for name in Refs._fields if name != "handed"]
+    found = {name: None if missing.get(name) else next(given) for name in fields}
+    refs = Refs(**found, handed=dict(zip(handed, given, strict=True)))
     geometry = kernel.geometry
     row, group, step = (pl.program_id(i) for i in range(3))
     mine = pl.ds(group * geometry.heads, geometry.heads)
@@ -46,8 +51,8 @@ def _kernel(
         for r in range(geometry.rows)
     ]
 
-    # the last block comes first: scratch still holds what another program left
-    @pl.when(step == 0)
+    # the recurrence of the last block begins: scratch still holds what another program left
+    @pl.when(step == DRAIN)
     def _():
         if refs.d_final is None:
             refs.d_state[...] = jnp.zeros_like(refs.d_state)
@@ -115,23 +120,27 @@ def call(
     key_dim, value_dim = extent.key_dim, extent.value_dim
     state_shape = (padded(key_dim), padded(value_dim))
     last = cut.blocks - 1
-    reverse = lambda step: last - step  # noqa: E731
+    entering = lambda step: last - jnp.minimum(step, last)  # noqa: E731
+    leaving = lambda step: last - jnp.maximum(step - DRAIN, 0)  # noqa: E731
+    handed = kernel.handover.shapes(*state_shape)
 
-    whole = pl.BlockSpec(memory_space=pl.ANY)
+    whole = inverse_spec = pl.BlockSpec(memory_space=pl.ANY)
+    if kernel.keep_inverse:
+        inverse, inverse_spec = _inverse_of(cut, _present("inverse", inverse), entering)
     tensors = {"query": query, "key": key, "value": value, "gate": gate}
     specs: dict[str, Any] = {
-        "query": cut.key_tensor(reverse),
-        "key": cut.key_tensor(reverse),
-        "value": cut.tensor(value_dim, reverse),
-        "gate": cut.tensor(key_dim, reverse),
-        "beta": cut.per_pack((LANES,), reverse),
+        "query": cut.key_tensor(entering),
+        "key": cut.key_tensor(entering),
+        "value": cut.tensor(value_dim, leaving),
+        "gate": cut.tensor(key_dim, entering),
+        "beta": cut.per_pack((LANES,), entering),
         "gate_rows": pl.BlockSpec(
             (geometry.heads, 2, state_shape[0]), lambda row, group, step: (group, 0, 0)
         ),
-        "d_output": cut.tensor(value_dim, reverse),
-        "states": cut.per_chunk(state_shape, reverse),
-        "inverse": cut.per_pack((geometry.chunk, LANES), reverse),
-        "corrected": cut.tensor(value_dim, reverse),
+        "d_output": cut.tensor(value_dim, leaving),
+        "states": cut.per_chunk(state_shape, leaving),
+        "inverse": inverse_spec,
+        "corrected": cut.tensor(value_dim, leaving),
         "d_final": whole,
     }
     made: dict[str, Callable[[], Any]] = {
@@ -140,7 +149,7 @@ def call(
         "gate_rows": lambda: gate_rows(a_log, delta_time_bias, extent.value_heads, key_dim),
         "d_output": lambda: cut.view(_present("d_output", d_output)),
         "states": lambda: _present("states", states),
-        "inverse": lambda: _present("inverse", inverse),
+        "inverse": lambda: inverse,
         "corrected": lambda: cut.view(_present("corrected", corrected)),
         "d_final": lambda: _whole_registers(_present("d_final", d_final), state_shape),
     }
@@ -160,11 +169,14 @@ def call(
         (None, geometry.heads, 2, state_shape[0]), lambda row, group, step: (row, group, 0, 0)
     )
     results: dict[str, tuple[Any, Any]] = {
-        "d_query": (specs["query"], struct(cut.shape(heads, key_dim), query.dtype)),
-        "d_key": (specs["key"], struct(cut.shape(heads, key_dim), key.dtype)),
+        "d_query": (cut.key_tensor(leaving), struct(cut.shape(heads, key_dim), query.dtype)),
+        "d_key": (cut.key_tensor(leaving), struct(cut.shape(heads, key_dim), key.dtype)),
         "d_value": (specs["value"], struct(cut.shape(value_heads, value_dim), value.dtype)),
-        "d_gate": (specs["gate"], struct(cut.shape(value_heads, key_dim), gate.dtype)),
-        "d_beta": (specs["beta"], struct((*cut.pack_shape(), LANES), F32)),
+        "d_gate": (
+            cut.tensor(key_dim, leaving),
+            struct(cut.shape(value_heads, key_dim), gate.dtype),
+        ),
+        "d_beta": (cut.per_pack((LANES,), leaving), struct((*cut.pack_shape(), LANES), F32)),
         "d_initial": (whole, struct(state, F32)),
         "d_rows": (rows_spec, struct((cut.row_groups, value_heads, 2, state_shape[0]), F32)),
     }
@@ -172,12 +184,17 @@ def call(
     # Mosaic takes no 64-bit index; under jax_enable_x64 every literal would be one
     with jax.enable_x64(False):
         found = pl.pallas_call(
-            functools.partial(_kernel, kernel, cut, stages, slots, scale, lower_bound),
-            grid=(cut.row_groups, cut.groups, cut.blocks),
+            functools.partial(
+                _kernel, kernel, cut, stages, slots, scale, lower_bound, tuple(handed)
+            ),
+            grid=(cut.row_groups, cut.groups, cut.blocks + DRAIN),
             in_specs=[specs[name] for name in used],
             out_specs=[spec for spec, _ in results.values()],
             out_shape=[shape for _, shape in results.values()],
-            scratch_shapes=[pltpu.VMEM((geometry.streams, *state_shape), F32)],
+            scratch_shapes=[
+                pltpu.VMEM((geometry.streams, *state_shape), F32),
+                *(pltpu.VMEM(shape, jnp.dtype(dtype)) for shape, dtype in handed.values()),
+            ],
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "parallel", "arbitrary"),
                 vmem_limit_bytes=geometry.vmem_limit_bytes,
@@ -233,6 +250,35 @@ def _from_lane_rows(cut: Cut, x: jax.Array) -> jax.Array:
         return x[:, :, : extent.tokens]
     x = x.transpose(0, 4, 2, 3, 6, 1, 5).reshape(extent.batch, length, extent.value_heads)
     return x[:, : extent.tokens]
+
+
+def _inverse_of(
+    cut: Cut, inverse: jax.Array, where: Callable[[Any], Any]
+) -> tuple[jax.Array, pl.BlockSpec]:
+    """What the forward kept of the inverse, in a view that this kernel's programs can cut, with
+    that cut: [chunks, packs of a chunk, C, 128] of each grid step.
+
+    The forward's programs may hold several times the heads and the chunks of this kernel's.
+    """
+    geometry = cut.geometry
+    groups, blocks, packs = inverse.shape[1:4]
+    chunks, mine = geometry.chunks, geometry.streams // geometry.per_pack
+    if geometry.streams % geometry.per_pack:  # packs of several chunks
+        chunks, mine, ratio, theirs = 1, geometry.packs, 1, packs
+    else:
+        ratio = cut.groups // groups
+        theirs = ratio * mine
+        blocks = blocks * (packs // theirs) // chunks
+    shape = (inverse.shape[0], groups, blocks, chunks, theirs, *inverse.shape[4:])
+    if inverse.size != math.prod(shape) or ratio * groups != cut.groups or blocks < cut.blocks:
+        raise ValueError(f"inverse: got shape {inverse.shape}, of programs that do not fit")
+    spec = pl.BlockSpec(
+        (None, None, None, chunks, mine, *inverse.shape[4:]),
+        lambda row, group, step: (
+            row, quotient(group, ratio), where(step), 0, remainder(group, ratio), 0, 0,
+        ),
+    )  # fmt: skip
+    return inverse.reshape(shape), spec
 
 
 def _check_states(states: jax.Array | None, least: tuple[int, ...]) -> None:

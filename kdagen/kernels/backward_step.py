@@ -8,10 +8,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from kdagen.kernels.geometry import Cut, Geometry, widened
-from kdagen.kernels.lanes import F32, index, stack
+from kdagen.kernels.handover import Handover
+from kdagen.kernels.lanes import F32, index, remainder, stack
 from kdagen.kernels.tiling import LANES
+
+DRAIN = 1
+"""Grid steps after the last block has entered."""
 
 GRADIENTS = ("query", "key", "value", "gate", "beta", "initial_state", "a_log", "delta_time_bias")
 
@@ -27,6 +32,7 @@ class Backward:
       output_cotangent, state_cotangent: whether they are operands; an absent one is 0.
       keep_inverse, keep_corrected: whether the forward kept them and they are operands; they are
         formed again where it did not.
+      handover: what it hands from the relations to the rest.
     """
 
     geometry: Geometry
@@ -36,6 +42,7 @@ class Backward:
     state_cotangent: bool
     keep_inverse: bool
     keep_corrected: bool
+    handover: Handover
 
     def wants(self, *names: str) -> bool:
         """Whether any of these gradients is asked for."""
@@ -79,6 +86,7 @@ class Refs(NamedTuple):
     d_initial: Any
     d_rows: Any
     d_state: Any
+    handed: Any
 
 
 def absent(kernel: Backward) -> dict[str, bool]:
@@ -102,10 +110,12 @@ def absent(kernel: Backward) -> dict[str, bool]:
 
 
 class Step:
-    """One grid step as the stages see it.
+    """One grid step as the stages see it: relations of one block, the rest of the block after it.
 
     Items are numbered as in ``kdagen.kernels.geometry``. Widths are whole registers, with zeros
-    past the tensors' own; rows past the end of the sequence are 0.
+    past the tensors' own; rows past the end of the sequence are 0. Queries, keys and gates are
+    those of the entering block, all else is of the leaving one, which is one step, and so one block
+    of tokens, behind: blocks come from the last to the first.
 
     Attributes:
       kernel, scale, lower_bound: of the call.
@@ -118,8 +128,23 @@ class Step:
         self.kernel, self.scale, self.lower_bound = kernel, scale, lower_bound
         self._geometry, self._cut, self._refs = kernel.geometry, cut, refs
         self.d_state = refs.d_state
-        self._block = pl.num_programs(2) - 1 - pl.program_id(2)
+        step, last = pl.program_id(2), pl.num_programs(2) - 1 - DRAIN
+        self._entering = last - jnp.minimum(step, last)
+        self._leaving = last - jnp.maximum(step - DRAIN, 0)
+        self._slot, self._other = remainder(step, 2), remainder(step + 1, 2)
         self._sums: dict[Any, list[Any]] = {}
+
+    def hand_over(self, name: str, place: int, x: jax.Array, part: int | None = None) -> None:
+        """Stores x for the leaving block of the next step; ``place`` is an item, or a pack."""
+        ref = self._refs.handed[name]
+        where = (self._slot, place) if part is None else (self._slot, place, part)
+        ref[where] = x.astype(ref.dtype)
+
+    def handed(self, name: str, place: int, part: int | None = None) -> jax.Array:
+        """What was handed over for the leaving block."""
+        return self._refs.handed[name][
+            (self._other, place) if part is None else (self._other, place, part)
+        ]
 
     def items(self, pack: int) -> range:
         """The items of a pack."""
@@ -131,33 +156,38 @@ class Step:
 
     def query(self, item: int) -> jax.Array:
         """[C, KP] f32."""
-        return self._load(self._refs.query, self._cut.key_index(item), item)
+        return self._load(self._refs.query, self._cut.key_index(item), item, self._entering)
 
     def key(self, item: int) -> jax.Array:
         """[C, KP] f32."""
-        return self._load(self._refs.key, self._cut.key_index(item), item)
+        return self._load(self._refs.key, self._cut.key_index(item), item, self._entering)
 
     def value(self, item: int) -> jax.Array:
         """[C, VP] f32."""
-        return self._load(self._refs.value, self._value_index(item), item)
+        return self._load(self._refs.value, self._value_index(item), item, self._leaving)
 
     def gate(self, item: int) -> jax.Array:
         """[C, KP] f32."""
-        return self._load(self._refs.gate, self._gate_index(item), item)
+        return self._load(self._refs.gate, self._gate_index(item), item, self._entering)
 
-    def d_output(self, item: int) -> jax.Array:
-        """[C, VP] f32."""
+    def d_output(self, item: int, dtype: DTypeLike) -> jax.Array:
+        """[C, VP] in ``dtype``."""
+        geometry, extent = self._geometry, self._cut.extent
         if self._refs.d_output is None:
-            return jnp.zeros((self._geometry.chunk, self.d_state.shape[2]), F32)
-        return self._load(self._refs.d_output, self._value_index(item), item)
+            return jnp.zeros((geometry.chunk, self.d_state.shape[2]), dtype)
+        where = self._value_index(item)
+        if extent.tokens % geometry.block == 0 and extent.value_dim % LANES == 0:
+            # as it lies: there and back it would pass through f32
+            return self._refs.d_output[where].astype(dtype)
+        return self._load(self._refs.d_output, where, item, self._leaving).astype(dtype)
 
     def corrected(self, item: int) -> jax.Array:
         """E [C, VP] f32 that the forward kept."""
-        return self._load(self._refs.corrected, self._value_index(item), item)
+        return self._load(self._refs.corrected, self._value_index(item), item, self._leaving)
 
     def inverse(self, pack: int) -> jax.Array:
-        """(I + N diag(b))^-1 [C, 128] of a pack that the forward kept."""
-        return self._refs.inverse[pack]
+        """(I + N diag(b))^-1 [C, 128] of a pack of the entering block, that the forward kept."""
+        return self._refs.inverse[divmod(pack, self._refs.inverse.shape[1])]
 
     def state(self, item: int) -> jax.Array:
         """[KP, VP], at the start of the chunk."""
@@ -165,32 +195,28 @@ class Step:
         return self._refs.states[row, head, n]
 
     def beta(self, pack: int) -> jax.Array:
-        """[1, 128] f32 of a pack."""
+        """[1, 128] f32 of a pack of the entering block."""
         return self._refs.beta[pack : pack + 1, :]
-
-    def beta_column(self, item: int) -> jax.Array:
-        """[C, 1] f32."""
-        pack, x = divmod(item, self._geometry.per_pack)
-        column = jnp.transpose(jnp.broadcast_to(self.beta(pack), (8, LANES)))
-        chunk = self._geometry.chunk
-        return column[x * chunk : (x + 1) * chunk, 0:1]
 
     def gate_rows(self, item: int) -> tuple[jax.Array, jax.Array]:
         """exp(a_log) and the bias of a raw gate, rows [1, KP] f32."""
         *_, head = self._geometry.place(item)
         return self._refs.gate_rows[head, 0:1, :], self._refs.gate_rows[head, 1:2, :]
 
-    def inside(self, x: jax.Array, item: int) -> jax.Array:
+    def inside(self, x: jax.Array, item: int, *, entering: bool = False) -> jax.Array:
         """x [C, D] f32 with 0 in rows past the end of the sequence."""
+        return self._inside(x, item, self._entering if entering else self._leaving)
+
+    def _inside(self, x: jax.Array, item: int, block: Any) -> jax.Array:
         geometry, tokens = self._geometry, self._cut.extent.tokens
         if tokens % geometry.block == 0:
             return x
         n, *_ = geometry.place(item)
-        left = tokens - self._block * geometry.block - n * geometry.chunk
+        left = tokens - block * geometry.block - n * geometry.chunk
         return jnp.where(index(x.shape, 0) < left, x, 0.0)
 
-    def _load(self, ref: Any, where: Any, item: int) -> jax.Array:
-        return widened(self.inside(ref[where].astype(F32), item))
+    def _load(self, ref: Any, where: Any, item: int, block: Any) -> jax.Array:
+        return widened(self._inside(ref[where].astype(F32), item, block))
 
     def _gate_index(self, item: int) -> Any:
         return self._cut.index(item, self._cut.extent.key_dim)

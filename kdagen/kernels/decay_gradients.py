@@ -13,6 +13,7 @@ reach every token of the block with both signs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,19 +21,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kdagen.kernels.decay_tree import Decays, Level, Operands
+from kdagen.kernels.backward_item import Item
+from kdagen.kernels.decay_tree import Level
 from kdagen.kernels.gate_gradients import parts
-from kdagen.kernels.lanes import (
-    BF16,
-    F32,
-    dot,
-    index,
-    quotient,
-    remainder,
-    rows,
-    same_block,
-    stack,
-)
+from kdagen.kernels.lanes import BF16, F32, dot, index, quotient, remainder, rows, same_block, stack
 from kdagen.kernels.relations import _alternate as alternate
 from kdagen.kernels.tiling import SUBLANES
 
@@ -51,48 +43,92 @@ class Gradients:
     terms: list[jax.Array]
 
 
+def cuts(
+    d_query: jax.Array, d_key: jax.Array, tree: Sequence[Level], dtype: DTypeLike
+) -> list[tuple[jax.Array, jax.Array]]:
+    """Per level, of dQ and dN [C, C] f32 the rows t, one above the other [2 height, C], and their
+    transpose; 0 where the pair is not of the level."""
+    made = []
+    for level in tree:
+        # a mask itself does not take the cuts of rows
+        mine = level.compact(level.pairs(d_query.shape[1]).astype(F32)) > 0.0
+        cut = stack([jnp.where(mine, level.compact(d), 0.0) for d in (d_query, d_key)])
+        cut = cut.astype(dtype)
+        made.append((cut, jnp.transpose(cut)))
+    return made
+
+
+def products(
+    given: Sequence[tuple[jax.Array, jax.Array]], item: Item, dtype: DTypeLike, passes: int
+) -> list[tuple[jax.Array, jax.Array]]:
+    """Per level, of what ``cuts`` gives: those with the rows j, [2 height, K], and of its transpose
+    with the rows t, [C, K]."""
+    operand = functools.partial(dot, dtype=dtype, passes=passes)
+    return [
+        (operand(cut, item.columns(i)), operand(across, item.rows(i)))
+        for i, (cut, across) in enumerate(given)
+    ]
+
+
 def gradients(
-    d_query: jax.Array,
-    d_key: jax.Array,
-    queries: Sequence[jax.Array],
-    keys: Sequence[jax.Array],
-    given: Operands,
-    decays: Sequence[Decays],
-    dtype: DTypeLike,
-    passes: int,
-) -> list[Gradients]:
-    """Of each chunk-head of a pack, from dQ and dN [C, 128] f32, of which pairs t > j count."""
-    chunk, count = d_query.shape[0], len(decays)
-    zero = jnp.zeros((chunk, keys[0].shape[1]), F32)
-    found = [Gradients(zero, zero, []) for _ in decays]
-    for i, level in enumerate(decays[0].levels):
-        mine = level.pairs()
-        cut = stack([level.compact(jnp.where(mine, d, 0.0)) for d in (d_query, d_key)])
-        owner = quotient(index(cut.shape, 1), chunk)
-        own = [cut] if count == 1 else [jnp.where(owner == x, cut, 0.0) for x in range(count)]
-        lefts = dot(stack(own), given.right[i], dtype=dtype, passes=passes)
-        across = jnp.transpose(cut)
-        height = level.height
-        for x, decay in enumerate(decays):
-            one = found[x]
-            query, key = (
-                level.natural(rows(lefts, (2 * x + side) * height, height)) for side in range(2)
-            )
-            down = dot(rows(across, x * chunk, chunk), given.left[i][x], dtype=dtype, passes=passes)
-            if level.base:
-                one.terms.append(_base_terms(given, i, x, query, key, down))
-                query, key = query * decay.left[i], key * decay.left[i]
-                key = key + down * decay.right[i]
-            else:
-                query = alternate(zero, query, level.half) * decay.left[i]
-                key = alternate(down, key, level.half) * decay.left[i]
-                one.terms.append(queries[x] * query + keys[x] * key)
-            one.query, one.key = one.query + query, one.key + key
+    made: Sequence[tuple[jax.Array, jax.Array]], item: Item, tree: Sequence[Level]
+) -> Gradients:
+    """From the ``products`` of a chunk-head."""
+    zero = jnp.zeros_like(made[0][1])
+    found = Gradients(zero, zero, [])
+    for i, level in enumerate(tree):
+        _take(i, level, found, item, *made[i])
     return found
 
 
+def _take(
+    i: int, level: Level, one: Gradients, item: Item, both: jax.Array, down: jax.Array
+) -> None:
+    """Adds the products of one level: rows t of queries above those of keys, and rows j."""
+    query, key = (rows(both, side * level.height, level.height) for side in range(2))
+    left = item.left(i)
+    if level.base:
+        one.terms.append(_base_terms(item.rows(i), item.columns(i), query, key, down))
+        one.query = one.query + query * left
+        one.key = one.key + key * left + down * item.right
+    elif level.half >= SUBLANES:
+        _take_halves(level, one, item, left, query, key, down)
+    else:
+        zero = jnp.zeros_like(down)
+        query = alternate(zero, level.natural(query), level.half) * left
+        key = alternate(down, level.natural(key), level.half) * left
+        one.terms.append(item.query * query + item.key * key)
+        one.query, one.key = one.query + query, one.key + key
+
+
+def _take_halves(
+    level: Level,
+    one: Gradients,
+    item: Item,
+    left: jax.Array,
+    query: jax.Array,
+    key: jax.Array,
+    down: jax.Array,
+) -> None:
+    """Adds the products of one level half-block by half-block: half of the rows have no part in
+    the gradient of the queries."""
+    query, key = level.natural(query), level.natural(key)
+    queries, keys, terms = [], [], []
+    for start in range(0, item.chunk, level.block):
+        first = functools.partial(rows, start=start, count=level.half)
+        second = functools.partial(rows, start=start + level.half, count=level.half)
+        mine, later = second(query) * second(left), second(key) * second(left)
+        earlier = first(down) * first(left)
+        queries += [first(one.query), second(one.query) + mine]
+        keys += [first(one.key) + earlier, second(one.key) + later]
+        terms.append(first(item.key) * earlier)
+        terms.append(second(item.query) * mine + second(item.key) * later)
+    one.query, one.key = stack(queries), stack(keys)
+    one.terms.append(stack(terms))
+
+
 def _base_terms(
-    given: Operands, i: int, x: int, query: jax.Array, key: jax.Array, down: jax.Array
+    left: jax.Array, right: jax.Array, query: jax.Array, key: jax.Array, down: jax.Array
 ) -> jax.Array:
     """What rows of a base block add to the gradients of decays, those j with a minus.
 
@@ -100,27 +136,55 @@ def _base_terms(
     as a row and takes as a column is the same to the last digits of f32.
     """
     chunk = query.shape[0]
-    left = given.left[i][x].astype(F32)
-    right = rows(given.right[i], x * chunk, chunk).astype(F32)
+    left, right = left.astype(F32), right.astype(F32)
     return rows(left, 0, chunk) * query + rows(left, chunk, chunk) * key - right * down
 
 
-def decay_gradient(
+@dataclass
+class Sums:
+    """The gradient of the log decay of each token, but for one product.
+
+    Attributes:
+      ones: [C, n] f32, 0 and 1; rows: [n, K]: the factors of that product.
+      rest: [C, K] f32 to be added, or None; carried: [1, K] f32 for each block of the coarsest
+        level that ``rest`` is in, or None.
+    """
+
+    ones: jax.Array
+    rows: jax.Array
+    rest: jax.Array | None
+    carried: Sequence[jax.Array | None]
+
+    def beside(self, product: jax.Array) -> jax.Array:
+        """The gradient [C, K] f32."""
+        found = product if self.rest is None else self.rest + product
+        if self.carried[0] is None:
+            return found
+        size = found.shape[0] // len(self.carried)
+        shape = (size, found.shape[1])
+        return found + stack([jnp.broadcast_to(x, shape) for x in self.carried if x is not None])
+
+
+def within(given: Sums, dtype: DTypeLike, passes: int) -> jax.Array:
+    """Its product [C, K] f32."""
+    return dot(given.ones.astype(BF16), given.rows, dtype=dtype, passes=passes)
+
+
+def sums(
     later: jax.Array,
     earlier: jax.Array,
     terms: Sequence[jax.Array],
     tree: Sequence[Level],
     dtype: DTypeLike,
-    passes: int,
-) -> jax.Array:
-    """Gradient [C, K] f32 of the log decay of each token s.
+) -> Sums:
+    """Gradient of the log decay of each token s, but for one product.
 
     It is the sum of ``later`` [C, K] over rows t >= s, that of ``earlier`` over rows j < s, and
     that of ``terms`` within the halves of their levels. From the whole chunk down, the halves of a
     block exchange totals: the right one gives its ``later`` to all tokens of the left, the left
     one its ``earlier`` to all of the right; then the terms of their level join in.
     """
-    chunk, key_dim = later.shape
+    chunk = later.shape[0]
     blocks = [(later, earlier)]
     carried: list[jax.Array | None] = [None]
     coarse = [level for level in tree if not level.base and level.block > SUBLANES]
@@ -142,13 +206,8 @@ def decay_gradient(
         blocks, carried = after, totals
     late, early = (stack([block[side] for block in blocks]) for side in range(2))
     if tree[-1].base:
-        found = _within(late, terms[-1], early, tree[-1].block, dtype, passes)
-    else:
-        found = _exchanged(late, early, terms[len(coarse) :], tree[len(coarse) :], dtype, passes)
-    if carried[0] is None:
-        return found
-    size = chunk // len(carried)
-    return found + stack([jnp.broadcast_to(x, (size, key_dim)) for x in carried if x is not None])
+        return Sums(*_within(late, terms[-1], early, tree[-1].block, dtype), None, carried)
+    return Sums(*_exchanged(late, early, terms[len(coarse) :], tree[len(coarse) :]), carried)
 
 
 def _exchanged(
@@ -156,10 +215,9 @@ def _exchanged(
     earlier: jax.Array,
     terms: Sequence[jax.Array],
     tree: Sequence[Level],
-    dtype: DTypeLike,
-    passes: int,
-) -> jax.Array:
-    """The rest of ``decay_gradient`` within blocks of eight rows, the exchanges as one product."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The rest of ``prepare`` within blocks of eight rows, the exchanges as one product: its
+    factors, and what is to be added."""
     chunk = later.shape[0]
     given, reached = [], []
     row, column = index((chunk, chunk), 0), index((chunk, chunk), 1)
@@ -170,20 +228,15 @@ def _exchanged(
         reached.append(same_block(row, column, level.block) & ~same_block(row, column, half))
         later = later + alternate(zero, term, half)
         earlier = earlier + alternate(term, zero, half)
-    ones = jnp.concatenate([x.astype(F32) for x in reached], axis=1).astype(BF16)
-    return later + dot(ones, stack(given), dtype=dtype, passes=passes)
+    ones = jnp.concatenate([x.astype(F32) for x in reached], axis=1)
+    return ones, stack(given), later
 
 
 def _within(
-    later: jax.Array,
-    base: jax.Array,
-    earlier: jax.Array,
-    block: int,
-    dtype: DTypeLike,
-    passes: int,
-) -> jax.Array:
-    """Sum of ``later`` and ``base`` [C, K] over rows t >= s plus that of ``earlier`` over rows j <
-    s, of the block of rows that holds s, f32. Only the terms of ``base`` may cancel."""
+    later: jax.Array, base: jax.Array, earlier: jax.Array, block: int, dtype: DTypeLike
+) -> tuple[jax.Array, jax.Array]:
+    """Factors of the sum of ``later`` and ``base`` [C, K] over rows t >= s plus that of ``earlier``
+    over rows j < s, of the block of rows that holds s. Only the terms of ``base`` may cancel."""
     chunk = later.shape[0]
     split = 1 if dtype == F32 else 2
     shape = (chunk, (split + 1) * chunk)
@@ -192,4 +245,4 @@ def _within(
     below = (last & (column < row)) | (~last & (column >= row))
     reached = below & same_block(row, column, block)
     both = stack([parts(later + base, split), earlier.astype(dtype)])
-    return dot(reached.astype(F32).astype(BF16), both, dtype=dtype, passes=passes)
+    return reached.astype(F32), both

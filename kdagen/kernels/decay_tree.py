@@ -69,12 +69,12 @@ class Level:
         """[C, ...]: rows of ``compact`` in their places; anything in the others."""
         return x if self.base else spread(x, self.half)
 
-    def pairs(self, *, diagonal: bool = False) -> jax.Array:
-        """Where in [C, 128] the pair (row, lane % chunk) is of this level.
+    def pairs(self, lanes: int, *, diagonal: bool = False) -> jax.Array:
+        """Where in [C, lanes] the pair (row, lane % chunk) is of this level.
 
         The diagonal is of the base where it is asked for.
         """
-        shape = (self.chunk, LANES)
+        shape = (self.chunk, lanes)
         row, column = index(shape, 0), remainder(index(shape, 1), self.chunk)
         own = same_block(row, column, self.block)
         if self.base:
@@ -105,15 +105,14 @@ class Decays:
       total: [1, K] f32, log2 decay of the chunk.
     """
 
-    def __init__(self, decay: jax.Array, base: int, dtype: DTypeLike = BF16):
-        """decay: [C, K] f32, of each token by itself, log2, at most 0; ``dtype`` as in ``sums``."""
-        chunk = decay.shape[0]
+    def __init__(self, sums: Sequence[jax.Array], base: int):
+        """sums: those of the decay, by ``sums``."""
+        before, after, *inner = sums
+        chunk = before.shape[0]
         self.levels = levels(chunk, base)
         self.left: list[jax.Array] = []
         self.right: list[jax.Array] = []
         size = max(base, SUBLANES)
-        small = [half for half in (1, 2, 4) if half >= base]
-        before, after, *inner = _sums(decay, size, small, dtype)
         cut = [rows(before, i, size) for i in range(0, chunk, size)]
         ends = [rows(after, i, size) for i in range(0, chunk, size)]
         if base > 1:
@@ -142,15 +141,19 @@ class Decays:
         self.right.insert(0, left if right is None else right)
 
 
-def _sums(decay: jax.Array, block: int, halves: Sequence[int], dtype: DTypeLike) -> list[jax.Array]:
+def sums(decay: jax.Array, base: int, dtype: DTypeLike = BF16) -> list[jax.Array]:
     """Sums of ``decay`` [C, K] over rows, one product for all of them, each [C, K] f32.
 
-    First two within blocks of rows: from the start of the block to the row, and from the row, which
-    is left out, to its end. Then, for each of ``halves``, from the boundary in the middle of the
-    row's block of two halves to the row, or from the row, which is left out, to that boundary. For
+    ``decay`` is that of each token by itself, log2, at most 0. First come two sums within blocks of
+    ``base`` rows, of eight at least: from the start of the block to the row, and from the row,
+    which is left out, to its end. Then, for each half-block of 1, 2 and 4 rows from ``base`` on,
+    from the boundary in the middle of the row's block of two halves to the row, or from the row,
+    which is left out, to that boundary. For
     a product in bf16 an f32 operand is split in two bf16 parts.
     """
     chunk = decay.shape[0]
+    block = max(base, SUBLANES)
+    halves = [half for half in (1, 2, 4) if half >= base]
     split = 1 if dtype == F32 else 2
     shape = (chunk, split * chunk)
     row, column = index(shape, 0), remainder(index(shape, 1), chunk)
@@ -200,22 +203,28 @@ def operands(
     return made
 
 
-def relations(
-    given: Operands, tree: Sequence[Level], dtype: DTypeLike
-) -> tuple[jax.Array, jax.Array]:
-    """Q and N of a pack, both [C, 128] f32, chunk-heads side by side; 0 on and above the diagonal,
-    but Q on that of a base."""
+def products(given: Operands, dtype: DTypeLike) -> list[jax.Array]:
+    """Of the two sides of each level, chunk-heads one below the other, [2 height, 128] f32 each."""
+    return [
+        dot(stack(left), right, NT, dtype)
+        for left, right in zip(given.left, given.right, strict=True)
+    ]
+
+
+def assemble(made: Sequence[jax.Array], tree: Sequence[Level]) -> tuple[jax.Array, jax.Array]:
+    """Q and N of a pack from its products, both [C, 128] f32, chunk-heads side by side; 0 on and
+    above the diagonal, but Q on that of a base."""
     chunk = tree[0].chunk
+    count = LANES // chunk
     found = [jnp.zeros((chunk, LANES), F32)] * 2
-    for level, left, right in zip(tree, given.left, given.right, strict=True):
-        product = dot(stack(left), right, NT, dtype)
+    for level, product in zip(tree, made, strict=True):
         height = 2 * level.height
-        pieces = [rows(product, x * height, height) for x in range(len(left))]
+        pieces = [rows(product, x * height, height) for x in range(count)]
         both = choose(pieces, quotient(index((height, LANES), 1), chunk))
         for side in range(2):
             part = rows(both, side * level.height, level.height)
             # entries outside may be infinite: selected away, never multiplied by zero
-            mine = level.pairs(diagonal=side == 0)
+            mine = level.pairs(LANES, diagonal=side == 0)
             found[side] = jnp.where(mine, level.natural(part), found[side])
     return found[0], found[1]
 

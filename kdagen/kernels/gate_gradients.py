@@ -6,7 +6,6 @@ natural units: d alpha / d (ln alpha) = alpha.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -14,11 +13,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kdagen.kernels import gates
-from kdagen.kernels.lanes import BF16, F32, LOG2_E, dot, rows, stack
+from kdagen.kernels.lanes import BF16, F32, LOG2_E, dot, stack
 from kdagen.kernels.numerics import LOG_DECAY_FLOOR
-
-_FAR = 1e6
-"""Beyond it a sigmoid is 0 or 1 for any rate, and a product with it stays finite."""
 
 
 @dataclass
@@ -28,8 +24,7 @@ class Gate:
     Attributes:
       decay: log2 alpha, at most 0; the gates' floor is that of ``LOG_DECAY_FLOOR``.
       by_gate: derivative of ln alpha by the gate operand, 0 below the floor.
-      by_log_rate: derivative of ln alpha by a_log; None for a log decay, and where it is that by
-        the gate times raw + bias.
+      by_log_rate: derivative of ln alpha by a_log; None for a log decay.
     """
 
     decay: jax.Array
@@ -59,12 +54,16 @@ def softplus(raw: jax.Array, rate: jax.Array, bias: jax.Array, *, dtype: DTypeLi
 
 def bounded(raw: jax.Array, rate: jax.Array, bias: jax.Array, lower_bound: float) -> Gate:
     """ln alpha = lower_bound * sigmoid(rate * (raw + bias)), rate = exp(a_log)."""
-    z = jnp.clip((raw.astype(F32) + bias) * rate, -_FAR, _FAR)
-    u = jnp.exp2(-jnp.abs(z) * LOG2_E)
-    opened = jnp.where(z >= 0.0, 1.0, u) / (1.0 + u)
+    x = raw.astype(F32) + bias
+    z = x * (rate * LOG2_E)
+    u = jnp.exp2(-jnp.abs(z))
+    share = 1.0 / (1.0 + u)
+    closed = u * share
+    opened = jnp.where(z >= 0.0, share, closed)
     # sigmoid(z) * sigmoid(-z), which keeps its relative accuracy at both ends
-    slope = (lower_bound * u) / ((1.0 + u) * (1.0 + u))
-    return Gate(opened * (lower_bound * LOG2_E), slope * rate)
+    # the rate, of up to e^88, comes last: five times as much would be infinite
+    slope = closed * (share * lower_bound) * rate
+    return Gate(opened * (lower_bound * LOG2_E), slope, slope * x)
 
 
 def parts(x: jax.Array, count: int) -> jax.Array:
@@ -81,16 +80,7 @@ def lane_sums(x: jax.Array, width: int, dtype: DTypeLike = BF16) -> jax.Array:
 
 
 def normalized(
-    xs: Sequence[jax.Array],
-    inverse_norms: Sequence[jax.Array],
-    cotangents: Sequence[jax.Array],
-    dtype: DTypeLike = BF16,
-) -> list[jax.Array]:
-    """Cotangents [C, K] f32 of what was normalised to each x, x = inverse_norm * unnormalised."""
-    products = [x * cotangent for x, cotangent in zip(xs, cotangents, strict=True)]
-    along = lane_sums(stack(products), xs[0].shape[1], dtype)
-    count = xs[0].shape[0]
-    return [
-        norm * (cotangent - x * rows(along, i * count, count))
-        for i, (x, norm, cotangent) in enumerate(zip(xs, inverse_norms, cotangents, strict=True))
-    ]
+    x: jax.Array, inverse_norm: jax.Array, cotangent: jax.Array, along: jax.Array
+) -> jax.Array:
+    """Cotangent [C, K] f32 of what was normalised to x, x = inverse_norm * unnormalised."""
+    return inverse_norm * (cotangent - x * along)

@@ -79,8 +79,8 @@ class Steps:
         self._require_allowed()
 
     def _axes(self, policies: tuple[str, ...]) -> dict[str, list[Option]]:
-        """The cuts of either kernel are an axis; where the inverse is kept, the forward is cut as
-        the backward is, whatever its own says."""
+        """The cuts of either kernel are an axis; where the forward keeps an inverse that its own
+        would not let the backward read, it is cut as the backward is, whatever its own says."""
         problem, chip, default = self._problem, self._chip, self.point(self.default)
         found: dict[str, list[Option]] = {}
 
@@ -181,10 +181,7 @@ class Steps:
             return own | shared
 
         forward, backward = Variant(**of("forward")), BackwardVariant(**of("backward"))
-        if backward.keep_inverse:
-            alike = {name: getattr(backward, name) for name in CUTS}
-            forward = dataclasses.replace(forward, **alike)
-        return Step(forward, backward, whole["residuals"])
+        return self._joined(forward, backward, whole["residuals"])
 
     def _fixed(self) -> Option:
         """Parameters of which there is no choice."""
@@ -250,8 +247,7 @@ class Steps:
         for step, result in results.items():
             # a gradient that runs the forward again takes the time of its own
             if result.status == "ok" and not result.reason and step.residuals == "save":
-                names = (*SHARED, *(CUTS if step.backward.keep_inverse else ()))
-                shared = tuple(getattr(step.backward, name) for name in names)
+                shared = tuple(getattr(step.backward, name) for name in SHARED)
                 groups.setdefault(shared, []).append((step, result))
         found: list[tuple[float, str, Step]] = []
         for members in groups.values():

@@ -117,7 +117,9 @@ APART = dataclasses.replace(
     small_step(PROBLEM, keep_corrected=True),
     forward=dataclasses.replace(KEPT.forward, keep_inverse=False, heads=1, chunks=4),
 )
-STEPS = {"rebuilt": REBUILT, "all kept": KEPT, "cut apart": APART}
+# an inverse of more heads and more chunks than a program of the backward takes
+CUT = dataclasses.replace(KEPT, forward=dataclasses.replace(KEPT.forward, heads=4, chunks=2))
+STEPS = {"rebuilt": REBUILT, "all kept": KEPT, "cut apart": APART, "an inverse in cuts": CUT}
 
 
 @pytest.mark.parametrize("name", STEPS)

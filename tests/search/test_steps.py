@@ -64,14 +64,18 @@ def test_axes_cover_a_step_and_hold_the_default(chip: str, gate: str) -> None:
     assert space.candidate(point) == space.default
 
 
+def made_up(step: Step) -> float:
+    """A time with its least at long spans and everything kept."""
+    kept = sum(getattr(step.forward, name) for name in KEPT)
+    return 20.0 - step.forward.recurrence_span - step.backward.chunk / 64 - kept
+
+
 def ask(study: Study, count: int) -> list[Step]:
     asked = []
     for _ in range(count):
         step = study.ask()
         assert isinstance(step, Step)
-        # a made-up time with its least at long spans and everything kept
-        kept = sum(getattr(step.forward, name) for name in KEPT)
-        study.tell(step, 20.0 - step.forward.recurrence_span - step.backward.chunk / 64 - kept)
+        study.tell(step, made_up(step))
         asked.append(step)
     return asked
 
@@ -82,10 +86,13 @@ def test_asks_are_legal_and_share_their_cuts() -> None:
     for step in asked:
         assert check_step(step, TRAINED, CHIP) is None
     apart = [step for step in asked if step.forward.heads != step.backward.heads]
-    assert apart and not any(step.backward.keep_inverse for step in apart)
+    assert any(not step.backward.keep_inverse for step in apart)
+    # an inverse lies as the forward's programs made it
+    kept = [step for step in apart if step.backward.keep_inverse]
+    assert all(step.forward.heads % step.backward.heads == 0 for step in kept)
     assert {step.residuals for step in asked} == {"save"}
-    kept = [sum(getattr(step.forward, name) for name in KEPT) for step in asked]
-    assert sum(kept[-20:]) > sum(kept[:20])
+    times = [made_up(step) for step in asked]
+    assert sum(times[-20:]) < sum(times[:20])
 
 
 def test_a_policy_that_is_asked_for_is_the_only_one() -> None:
