@@ -235,9 +235,9 @@ def _vmem(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | None:
 # VMEM that values between the stages and spills take, per 64 tokens of one head of K = V = 128: the
 # most that was seen, and a margin. The scheduler of v4 keeps more of them alive, and so do products
 # of f32 operands in bf16 parts.
-_SPILLED_MIB = {"base": 0.75, "tree": 0.95, "float32": 1.7}
+_SPILLED_MIB = {"base": 0.55, "tree": 0.8, "float32": 1.6}
 _SPILL_FACTOR_OF_PARTS = 1.4
-_SPILL_FACTOR = {"v4": 1.15}
+_SPILL_FACTOR = {"v4": 1.3}
 _LEAST_SPILL_MIB = 0.25
 
 CONSTRAINTS = (_served, _values, _chunk, _kept, _packing, _vmem)
