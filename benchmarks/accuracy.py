@@ -2,8 +2,8 @@
 
     python benchmarks/accuracy.py [--quick] [--out PATH] [--implementation xla_chunked] [...]
 
-runs xla_chunked, with its gradients, and the generated kernels in Pallas' interpreter on data of
-every kind that is hard for them, and prints the worst relative error of every
+runs xla_chunked and the generated kernels, those in Pallas' interpreter, with their gradients on
+data of every kind that is hard for them, and prints the worst relative error of every
 implementation, tensor, dtype, kind of gate and of keys, chunk and width. It also holds that the
 error grows neither with the strength of the gate nor with the length of the sequence. The exit
 status is 1 if anything is outside. No TPU is needed.
@@ -18,11 +18,11 @@ import multiprocessing
 import os
 import sys
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import gcd
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -32,6 +32,9 @@ from kdagen.measure import accuracy, kinds, operands
 from kdagen.measure.kinds import Kind
 from kdagen.problem import RESIDUAL_POLICIES, Problem
 from kdagen.variant import Variant, check
+
+if TYPE_CHECKING:
+    from kdagen.gradient.step import Step
 
 KERNELS = "pallas"
 IMPLEMENTATIONS = ("xla_chunked", "recurrent", KERNELS)
@@ -62,12 +65,14 @@ class Data:
       kinds: of data.
       check: "bounds" alone, or "ladder" or "length" for growth with the gate or with the length.
       copies: heads a kind.
+      differentiated: whether gradients of the kernels are run as well.
     """
 
     problem: Problem
     kinds: tuple[Kind, ...]
     check: str = "bounds"
     copies: int = 1
+    differentiated: bool = True
 
     def __str__(self) -> str:
         p = self.problem
@@ -100,17 +105,24 @@ def data_sets(options: argparse.Namespace) -> Iterator[Data]:
             for key_dim, value_dim in options.width:
                 problem = alter(key_dim=key_dim, value_dim=value_dim)
                 if (key_dim, value_dim) == WIDTHS[0]:
-                    yield Data(problem, kinds.every(problem))
+                    # a tensor of one number a head, as the gradient of a_log, may be near 0
+                    full = not options.quick
+                    copies = 4 if options.gradients and gate != "log_decay" and full else 1
+                    yield Data(problem, kinds.every(problem), copies=copies, differentiated=full)
                 elif gate == "log_decay" or (key_dim, value_dim) == (100, 129):
                     precise = dataclasses.replace(problem, tokens=150, precision="highest")
                     given = kinds.telling(precise)
-                    # a tensor of one number may happen to be near 0
                     copies = 8 if key_dim * value_dim == 1 else 1
-                    yield Data(dataclasses.replace(problem, tokens=150), given, copies=copies)
+                    yield Data(
+                        dataclasses.replace(problem, tokens=150), given, copies=copies,
+                        differentiated=not options.quick,
+                    )  # fmt: skip
             if options.quick:
+                if options.gradients and dtype == "bfloat16":
+                    yield Data(alter(tokens=70), kinds.telling(plain), copies=4)
                 continue
             yield Data(alter(tokens=150, batch=2, value_heads=3), kinds.telling(plain))
-            yield Data(alter(tokens=150, layout="BTHD"), kinds.telling(plain))
+            yield Data(alter(tokens=150, layout="BTHD"), kinds.telling(plain), copies=4)
             for tokens in (1, 7):
                 yield Data(alter(tokens=tokens), kinds.telling(plain), copies=8)
             if gate == "log_decay":
@@ -182,7 +194,6 @@ def _public(
     values: dict[str, Any],
     implementation: str,
     cotangents: dict[str, Any],
-    residuals: str | None = None,
 ) -> dict[str, Any]:
     """Results of the public function, and with cotangents its gradients."""
     import jax
@@ -197,7 +208,7 @@ def _public(
         given = operands.in_layout({name: values[name] for name in tokens}, problem)
         output, state = kimi_delta_attention(
             **given, **rest, **static_arguments(problem), output_final_state=True,
-            layout=problem.layout, implementation=implementation, residuals=residuals,
+            layout=problem.layout, implementation=implementation,
         )  # fmt: skip
         if problem.layout == "BTHD":
             output = jax.numpy.moveaxis(output, 2, 0)
@@ -218,11 +229,9 @@ def _public(
 def run(data: Data, options: argparse.Namespace) -> Found:
     """Every implementation on one set of data."""
     from kdagen.chips import get_chip
-    from kdagen.gradient.variant import default_variant
-    from kdagen.measure import verify
+    from kdagen.measure import verify, verify_steps
     from kdagen.reference.oracle import recurrent_float64_vjp
     from kdagen.reference.windows import chunk_size
-    from kdagen.runtime.target import KdagenWarning, forget_warnings
 
     started = time.perf_counter()
     given = data.kinds * data.copies
@@ -242,7 +251,8 @@ def run(data: Data, options: argparse.Namespace) -> Found:
     found = Found([], [], [], 0.0)
 
     def judge(implementation: str, told: Problem, chunk: int, how: str, got: dict) -> None:
-        errors = kinds.errors(told, given, got, {n: expected[n] for n in expected if n in got})
+        measure = kinds.step_errors if implementation == KERNELS else kinds.errors
+        errors = measure(told, given, got, {n: expected[n] for n in expected if n in got})
         width = f"{told.key_dim}x{told.value_dim}"
         for (kind, name), error in errors.items():
             what = (implementation, name, told.dtype, told.gate, kind.gate, kind.keys)
@@ -264,17 +274,18 @@ def run(data: Data, options: argparse.Namespace) -> Found:
                     continue
                 got = verify.call(told, variant, get_chip(CHIP), values)
                 judge(KERNELS, told, variant.chunk, f"{variant.decay}, {told.precision}", got)
-            for told in _differentiated(data, problem) if options.kernel_gradients else ():
-                for policy in RESIDUAL_POLICIES:
-                    forget_warnings()
-                    with warnings.catch_warnings(record=True) as caught:
-                        warnings.simplefilter("always", KdagenWarning)
-                        got = _public(told, values, KERNELS, cotangents, policy)
-                    found.refused.extend(f"{data}: {warned.message}" for warned in caught)
-                    if caught:
-                        continue
-                    chunk = default_variant(told, get_chip(CHIP)).chunk
-                    judge(KERNELS, told, chunk, f"gradient, {policy}, {told.precision}", got)
+            differentiated = bool(cotangents) and data.differentiated
+            for told, step in gradients(data, problem, options) if differentiated else ():
+                if isinstance(step, str):
+                    found.refused.append(f"{data}: gradient, {step}")
+                    continue
+                given_back = {
+                    "d_output": cotangents["output"],
+                    "d_final": cotangents["final_state"],
+                }
+                got = verify_steps.call(told, step, get_chip(CHIP), values, given_back)
+                what = f"gradient, {step.residuals}, sub-block {step.backward.sub_block}"
+                judge(KERNELS, told, step.forward.chunk, f"{what}, {told.precision}", got)
             continue
         # both compute in f32, whatever the precision
         told = dataclasses.replace(problem, precision="highest")
@@ -284,13 +295,47 @@ def run(data: Data, options: argparse.Namespace) -> Found:
     return found._replace(seconds=time.perf_counter() - started)
 
 
-def _differentiated(data: Data, problem: Problem) -> Iterator[Problem]:
-    """The problems whose gradients the kernels are asked for: those with data of every kind, with
-    either inverse in bfloat16."""
-    if data.check == "bounds" and data.kinds == kinds.every(data.problem):
-        yield problem
-        if problem.dtype == "bfloat16":
-            yield dataclasses.replace(problem, precision="highest")
+def gradients(
+    data: Data, problem: Problem, options: argparse.Namespace
+) -> Iterator[tuple[Problem, Step | str]]:
+    """What the kernels of a gradient are told of a problem, and a step (see ``steps``).
+
+    Data of every kind is run on every chunk, sub-block and policy, in bfloat16 with either inverse.
+    Elsewhere one chunk and its largest sub-block will do.
+    """
+    full = data.kinds == kinds.every(data.problem)
+    middle = [chunk for chunk in options.chunk if chunk == 64] or options.chunk[:1]
+    told = [problem]
+    if problem.dtype == "bfloat16" and any(kind.ill_conditioned for kind in data.kinds):
+        told.append(dataclasses.replace(problem, precision="highest"))
+    for facts in told:
+        for step in steps(facts, options.chunk if full else middle, every=full):
+            yield facts, step
+
+
+def steps(problem: Problem, chunks: Sequence[int], *, every: bool) -> Iterator[Step | str]:
+    """For every chunk legal steps, one a sub-block and policy where ``every`` is asked for, or why
+    there is none."""
+    from kdagen.chips import get_chip
+    from kdagen.gradient.step import Step, check_step, keeping_for
+    from kdagen.gradient.variant import BackwardVariant, sub_blocks
+
+    heads = problem.value_heads // problem.heads
+    for forward in variants(problem, chunks, every=False):
+        if isinstance(forward, str):
+            yield forward
+            continue
+        for sub_block in sub_blocks(problem)[0 if every else -1 :]:
+            backward = BackwardVariant(
+                chunk=forward.chunk, heads=heads, chunks=128 // gcd(128, heads * forward.chunk),
+                sub_block=sub_block, inverse_block=forward.inverse_block,
+                inverse_dtype=forward.inverse_dtype,
+            )  # fmt: skip
+            kept = keeping_for(forward, backward, problem, alike=True)
+            for policy in RESIDUAL_POLICIES if every else RESIDUAL_POLICIES[:1]:
+                step = Step(kept, backward, policy)
+                violation = check_step(step, problem, get_chip(CHIP))
+                yield step if violation is None else f"chunk {forward.chunk}: {violation}"
 
 
 def jumps(errors: dict[tuple[Kind, str], float]) -> Iterator[str]:
@@ -346,12 +391,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--no-gradients", action="store_false", dest="gradients", help="leave the gradients out"
     )
     options.add_argument(
-        "--kernel-gradients",
+        "--quick",
         action="store_true",
-        help="gradients of the kernels too, on data of every kind, under both residual policies",
-    )
-    options.add_argument(
-        "--quick", action="store_true", help="one chunk, two widths, one length; about a minute"
+        help="one chunk, two widths, gradients of few kinds; one or two minutes",
     )
     options.add_argument("--out", metavar="PATH", type=Path, help="write a Markdown page there")
     options.add_argument(
@@ -361,7 +403,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     chosen.implementation = chosen.implementation or ["xla_chunked", KERNELS]
     chosen.dtype = chosen.dtype or ["bfloat16", "float32"]
     chosen.gate = chosen.gate or list(kinds.GATES)
-    chosen.gradients &= "xla_chunked" in chosen.implementation or chosen.kernel_gradients
+    chosen.gradients &= chosen.implementation != ["recurrent"]
     chosen.chunk = chosen.chunk or ([64] if chosen.quick else list(CHUNKS))
     chosen.width = chosen.width or list(WIDTHS[: 2 if chosen.quick else None])
     return chosen

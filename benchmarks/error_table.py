@@ -99,7 +99,8 @@ rms(x - reference) / rms(reference); a NaN or an infinity anywhere counts as inf
 A line of the table is one kind of data. Beside every error stands the bound that it has to keep; it
 is the one nearest to its bound of the tensors that the column names, over chunks of 32, 64 and 128
 tokens, all factorisations of the decay, widths from 1 to 256, lengths from 1 to 4096, grouped value
-heads and both layouts. Columns are empty where an implementation has no gradient of its own.
+heads and both layouts. Gradients of the kernels are those of random cotangents under both residual
+policies. Columns are empty where a call has no such gradient.
 
 Gates: a number is the log decay of every token and channel. `resets` forget everything in a tenth
 of the tokens, `entry resets` in a tenth of the entries; `mixed` has every strength from hardly any

@@ -220,6 +220,31 @@ def errors(
     return found
 
 
+def step_errors(
+    problem: Problem,
+    kinds: Sequence[Kind],
+    got: dict[str, Any],
+    expected: dict[str, Array],
+) -> dict[tuple[Kind, str], float]:
+    """``errors``, with that of a_log over the heads of several kinds together.
+
+    Its gradient is one number a head, a sum over tokens and channels that may happen to be near 0.
+    Left out are the kinds that are not ``asked`` and those whose writes reflect; it stands under
+    the one with the widest bound.
+    """
+    found = errors(problem, kinds, got, expected)
+    if "a_log" not in expected:
+        return found
+    found = {at: error for at, error in found.items() if at[1] != "a_log"}
+    of = of_head(kinds, problem)
+    heads = [i for i, kind in enumerate(of) if asked(kind, problem) and not kind.beta_above_one]
+    if heads:
+        widest = max((of[i] for i in heads), key=lambda kind: kind.bound("a_log", problem))
+        x = np.asarray(got["a_log"])[heads]
+        found[widest, "a_log"] = accuracy.relative_error(x, expected["a_log"][heads])
+    return found
+
+
 def outside(
     problem: Problem, found: dict[tuple[Kind, str], float]
 ) -> dict[tuple[Kind, str], tuple[float, float]]:

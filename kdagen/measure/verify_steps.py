@@ -58,26 +58,13 @@ def reduced(problem: Problem, step: Step, least_heads: int = 1) -> Problem:
 
 
 def relative_errors(problem: Problem, step: Step, chip: str) -> dict[tuple[kinds.Kind, str], float]:
-    """``kinds.errors`` of a step on the kinds of data that tell, with random cotangents.
-
-    The gradient of a_log is a sum over tokens and channels that may happen to be near 0: it is
-    compared over the heads of all kinds together, but for those whose writes reflect.
-    """
+    """``kinds.step_errors`` on the kinds of data that tell, with random cotangents."""
     telling = kinds.telling(problem)
     values = kinds.draw(problem, telling, _SEED)
     given = cotangents(problem)
     got = call(problem, step, get_chip(chip), values, given)
     expected = reference(problem, values, given)
-    found = kinds.errors(problem, telling, got, expected)
-    if "a_log" in expected:
-        found = {at: error for at, error in found.items() if at[1] != "a_log"}
-        of = kinds.of_head(telling, problem)
-        heads = [i for i, kind in enumerate(of) if not kind.beta_above_one]
-        widest = max((of[i] for i in heads), key=lambda kind: kind.bound("a_log", problem))
-        found[widest, "a_log"] = accuracy.relative_error(
-            np.asarray(got["a_log"])[heads], expected["a_log"][heads]
-        )
-    return found
+    return kinds.step_errors(problem, telling, got, expected)
 
 
 def cotangents(problem: Problem) -> dict[str, Any]:

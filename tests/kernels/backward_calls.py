@@ -57,10 +57,11 @@ def draw(
     chunk: int,
     seed: int = 0,
     decays: Sequence[float] | None = None,
+    values: dict[str, Any] | None = None,
 ) -> Data:
-    """Random data, a head of each kind in turn, or with these log decays head by head; states are
-    those of the float64 recurrence."""
-    values = kinds.draw(problem, given, seed)
+    """Random data, a head of each kind in turn, or with these log decays head by head, or these
+    values; states are those of the float64 recurrence."""
+    values = values or kinds.draw(problem, given, seed)
     if decays is not None:
         gate = values["gate"]
         constant = jnp.asarray(np.reshape(decays, (-1, 1, 1, 1)), gate.dtype)

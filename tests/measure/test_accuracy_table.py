@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from kdagen.measure import kinds
 from kdagen.measure.kinds import Kind
-from kdagen.problem import Problem
+from kdagen.problem import RESIDUAL_POLICIES, Problem
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "accuracy.py"
 
@@ -116,6 +117,24 @@ def test_all_that_the_contract_lists_is_run(table):
             assert {v.chunk for v in variants if not isinstance(v, str)} == set(table.CHUNKS)
     quick = list(table.data_sets(table.parse(["--quick"])))
     assert 0 < len(quick) < len(sets) / 2
+    assert {data.problem.gate for data in quick if data.differentiated} == set(kinds.GATES)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("gate", kinds.GATES)
+def test_gradients_of_kernels_are_run_in_every_way(table, gate, dtype):
+    options = table.parse(["--dtype", dtype, "--gate", gate])
+    found = set()
+    for data in table.data_sets(options):
+        assert data.differentiated
+        facts = kinds.with_heads(data.problem, data.kinds * data.copies)
+        made = [(p.precision, step) for p, step in table.gradients(data, facts, options)]
+        assert made and not any(isinstance(step, str) for _, step in made), data
+        found |= {(told, s.backward.chunk, s.backward.sub_block, s.residuals) for told, s in made}
+    precisions = ("default", "highest") if dtype == "bfloat16" else ("default",)
+    sub_blocks = (1, 16) if gate == "bounded" else (1,)
+    ways = itertools.product(precisions, table.CHUNKS, sub_blocks, RESIDUAL_POLICIES)
+    assert found == set(ways)
 
 
 def test_a_call_that_no_kernel_serves_is_counted_with_the_reason(table):
