@@ -8,7 +8,7 @@ from kdagen import variant as forward
 from kdagen.chips import Chip
 from kdagen.gradient.plan import ORDERS
 from kdagen.gradient.step import CUTS
-from kdagen.gradient.variant import sub_blocks
+from kdagen.gradient.variant import keeps_inverse, sub_blocks
 from kdagen.problem import Problem
 
 
@@ -19,14 +19,13 @@ def space(problem: Problem, chip: Chip) -> dict[str, tuple[Any, ...]]:
     of the forward.
     """
     of_forward = forward.space(problem, chip)
-    kept = (False,) if problem.wide_inverse and not problem.exact else (False, True)
     return {
         **{name: of_forward[name] for name in CUTS},
         "sub_block": sub_blocks(problem),
         "inverse_block": of_forward["inverse_block"],
         "weight_depth": of_forward["weight_depth"],
         "inverse_dtype": of_forward["inverse_dtype"],
-        "keep_inverse": kept,
+        "keep_inverse": keeps_inverse(problem),
         "keep_corrected": (False, True),
         "span": (4, 6, 8, 10, 12, 16),
         "lag": (0, 2, 4, 6),

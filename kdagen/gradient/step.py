@@ -198,9 +198,11 @@ def paired(
 def _backwards(
     problem: Problem, forward: Variant, chip: Chip, *, small: bool
 ) -> Iterator[BackwardVariant]:
-    """Those to try: the default, one cut as the forward is, and one of the fewest chunk-heads."""
+    """Those to try: the default with everything kept and with the states alone, one cut as the
+    forward is, and one of the fewest chunk-heads."""
     try:
         default = gradient.default_variant(problem, chip)
+        kept = gradient.default_variant(problem, chip, kept=True)
     except VariantError as error:
         raise VariantError(f"no backward kernel serves the call: {error}") from error
     group = problem.value_heads // problem.heads
@@ -208,6 +210,7 @@ def _backwards(
     smallest = dataclasses.replace(default, heads=group, rows=1, chunks=chunks)
     if small:
         yield smallest
+    yield kept
     yield default
     yield dataclasses.replace(default, **{name: getattr(forward, name) for name in CUTS})
     yield smallest

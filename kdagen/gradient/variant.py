@@ -24,6 +24,7 @@ from kdagen.kernels.handover import Handover
 from kdagen.kernels.tiling import LANES
 from kdagen.problem import Problem
 from kdagen.variant import (
+    MAX_LOOP_BUNDLES,
     MIB,
     Parameters,
     VariantError,
@@ -195,9 +196,13 @@ def _chunk(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | None
     return beyond_chunks(variant.chunk, problem, variant.inverse_dtype)
 
 
+def keeps_inverse(problem: Problem) -> tuple[bool, ...]:
+    """What ``keep_inverse`` may be: a forward keeps it in the dtype of its other products."""
+    return (False,) if problem.wide_inverse and not problem.exact else (False, True)
+
+
 def _kept(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | None:
-    """A forward keeps the inverse in the dtype of its other products."""
-    if variant.keep_inverse and problem.wide_inverse and not problem.exact:
+    if variant.keep_inverse not in keeps_inverse(problem):
         return (
             f"keep_inverse=True: precision={problem.precision!r} with key_dim={problem.key_dim} "
             "needs one above bfloat16, formed again"
@@ -232,6 +237,33 @@ def _vmem(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | None:
     return beyond_vmem(variant.vmem_limit_mib, vmem_bytes(variant, problem, chip), chip)
 
 
+# Bundles of the loop per 64 tokens of a head in flight, the fewest that were seen of many heads.
+_LEAST_BUNDLES = {"base": 500, "tree": 700, "float32": 1000}
+_LEAST_BUNDLES_OF_INVERSE = 110
+
+
+def _code_size(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | None:
+    """What is larger for certain; the compiler says how large the others are."""
+    bundles = _LEAST_BUNDLES[_kind(variant, problem)]
+    if not variant.keep_inverse:
+        bundles += _LEAST_BUNDLES_OF_INVERSE
+    widths = sum(-(-d // LANES) for d in (problem.key_dim, problem.value_dim)) / 2
+    bundles = round(bundles * variant.streams * variant.block_tokens / 64 * widths)
+    # heads that share a key, and those that share the lanes, cannot be parted
+    least = max(LANES // variant.chunk, problem.value_heads // problem.heads)
+    if bundles > MAX_LOOP_BUNDLES and variant.streams * variant.chunks > least:
+        return (
+            f"heads={variant.heads}, rows={variant.rows}, chunks={variant.chunks}: about "
+            f"{bundles} bundles in the loop, more than the {MAX_LOOP_BUNDLES} known to run "
+            "well"
+        )
+    return None
+
+
+def _kind(variant: BackwardVariant, problem: Problem) -> str:
+    return "float32" if problem.exact else "tree" if variant.sub_block == 1 else "base"
+
+
 # VMEM that values between the stages and spills take, per 64 tokens of one head of K = V = 128: the
 # most that was seen, and a margin. The scheduler of v4 keeps more of them alive, and so do products
 # of f32 operands in bf16 parts.
@@ -240,7 +272,7 @@ _SPILL_FACTOR_OF_PARTS = 1.4
 _SPILL_FACTOR = {"v4": 1.3}
 _LEAST_SPILL_MIB = 0.25
 
-CONSTRAINTS = (_served, _values, _chunk, _kept, _packing, _vmem)
+CONSTRAINTS = (_served, _values, _chunk, _kept, _packing, _code_size, _vmem)
 
 
 def vmem_bytes(variant: BackwardVariant, problem: Problem, chip: Chip) -> int:
@@ -262,7 +294,7 @@ def vmem_bytes(variant: BackwardVariant, problem: Problem, chip: Chip) -> int:
     blocks = 2 * items * (variant.chunk * row + states)
     state = variant.streams * key_dim * value_dim * 4
     handed = handover(variant, problem, Request.everything(problem)).bytes(key_dim, value_dim)
-    kind = "float32" if problem.exact else "tree" if variant.sub_block == 1 else "base"
+    kind = _kind(variant, problem)
     units = items * variant.chunk / 64 * (key_dim + value_dim) / 256
     spilled = _SPILLED_MIB[kind] * _SPILL_FACTOR.get(chip.name, 1.0)
     if variant.inverse_dtype == "float32" and not problem.exact:
@@ -288,8 +320,11 @@ def handover(variant: BackwardVariant, problem: Problem, request: Request) -> Ha
     )
 
 
-def default_variant(problem: Problem, chip: Chip) -> BackwardVariant:
+def default_variant(problem: Problem, chip: Chip, *, kept: bool = False) -> BackwardVariant:
     """The variant used where nothing was tuned: the most chunk-heads in flight that fit, up to 16.
+
+    Heads beside one another hide what a chain of products waits for, so that they are worth a
+    higher VMEM limit. ``kept`` is whether the forward keeps what it may.
 
     Raises:
       VariantError: no variant serves the problem on this chip; the message is that of ``check``.
@@ -297,8 +332,8 @@ def default_variant(problem: Problem, chip: Chip) -> BackwardVariant:
     inverse_dtype = "float32" if problem.wide_inverse else "bfloat16"
     ratio = problem.value_heads // problem.heads
     violation = None
-    for limit in (0, chip.usable_vmem_bytes * 3 // 4 // MIB):
-        for in_flight in (16, 8, 4, 2, 1):
+    for in_flight in (16, 8, 4, 2, 1):
+        for limit in (0, chip.usable_vmem_bytes * 3 // 4 // MIB):
             for heads in reversed(range(1, max(in_flight, ratio) + 1)):
                 if problem.value_heads % heads or heads % ratio:
                     continue
@@ -313,9 +348,12 @@ def default_variant(problem: Problem, chip: Chip) -> BackwardVariant:
                     sub_block=sub_blocks(problem)[-1],
                     inverse_block=4 if problem.wide_inverse else 8,
                     inverse_dtype=inverse_dtype,
+                    keep_inverse=kept and True in keeps_inverse(problem),
+                    keep_corrected=kept,
                     vmem_limit_mib=limit,
                 )
-                violation = check(variant, problem, chip)
-                if violation is None:
+                found = check(variant, problem, chip)
+                if found is None:
                     return variant
+                violation = violation or found
     raise VariantError(f"no variant serves this problem on {chip.name}: {violation}")

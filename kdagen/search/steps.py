@@ -137,6 +137,8 @@ class Steps:
             # corrected values first: they leave the cuts apart
             flags = {name: n < kept for n, name in enumerate(reversed(KEPT))}
             changed = {"backward.heads": count, **flags, "residuals": policy}
+            if count != heads:
+                changed[f"backward.{VMEM_LIMIT}"] = 0
             step = self.candidate({**self.point(self.default), **changed})
             if self.check(step) is None and not self.excess(step) and step != self.default:
                 found[step] = None

@@ -56,7 +56,7 @@ def test_axes_cover_a_step_and_hold_the_default(chip: str, gate: str) -> None:
             check_step(space.candidate({**point, **o}), problem, get_chip(chip)) for o in options
         ]
         # what is legal for one kernel may not go with the default of the other
-        assert {v.constraint for v in found if v} <= {"cuts", "packing", "vmem"}
+        assert {v.constraint for v in found if v} <= {"cuts", "packing", "code_size", "vmem"}
         legal += found.count(None)
     assert legal > 50
     fixed = {"forward.states", "forward.keep_gate"}
@@ -105,7 +105,7 @@ def test_a_policy_that_is_asked_for_is_the_only_one() -> None:
 
 def test_a_limit_leaves_out_what_keeps_more() -> None:
     limit = residual_bytes(TRAINED, STEP)
-    assert limit == 8 * (2048 // 64) * 128 * 128 * 2
+    assert limit == 8 * (2048 // 64) * 128 * 128 * 2 + 8 * 2048 * (64 + 128) * 2
     space = Steps(TRAINED, CHIP, limit)
     study = Study(space, 40, seed=1)
     study.suggest(space.first)
@@ -113,7 +113,7 @@ def test_a_limit_leaves_out_what_keeps_more() -> None:
     assert max(residual_bytes(TRAINED, step) for step in asked) <= limit
     assert {step.residuals for step in asked} == {"save", "rematerialize"}
     assert space.excess(STEP) == ""
-    assert "keeps 8.0 MiB of residuals, of 1.0 allowed" in Steps(TRAINED, CHIP, 1 << 20).excess(
+    assert "keeps 14.0 MiB of residuals, of 1.0 allowed" in Steps(TRAINED, CHIP, 1 << 20).excess(
         STEP
     )
     none = Steps(TRAINED, CHIP, 0)
@@ -149,8 +149,8 @@ def test_the_search_begins_with_everything_kept_and_with_fewer_heads() -> None:
     first = Steps(TRAINED, CHIP).first
     heads = STEP.backward.heads
     cuts = {(s.backward.heads, s.forward.keep_inverse, s.forward.keep_corrected) for s in first}
-    every = {(n, *kept) for n in (heads, heads // 2) for kept in ((0, 0), (0, 1), (1, 1))}
-    assert cuts == every - {(heads, 0, 0)}
+    # with an inverse to form, all heads at once would take too large a loop
+    assert cuts == {(heads // 2, *kept) for kept in ((0, 0), (0, 1), (1, 1))}
     assert all(check_step(step, TRAINED, CHIP) is None for step in first)
     under = Steps(TRAINED, CHIP, 0).first
     assert REBUILT in under and {step.residuals for step in under} == {"rematerialize"}
