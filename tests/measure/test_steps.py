@@ -25,8 +25,9 @@ PROBLEM = Problem(
 
 
 def small_step(problem: Problem, **kept: bool) -> Step:
-    """Two chunk-heads a program, which is quick to compile."""
+    """Two chunk-heads a program, quick to compile; but for ``kept`` it keeps the states alone."""
     step = paired(problem, default_variant(problem, CHIP), (CHIP,))
+    kept = {"keep_inverse": False, "keep_corrected": False, **kept}
     cuts = {"chunk": 64, "heads": 2, "rows": 1, "chunks": 1, **kept}
     return dataclasses.replace(
         step,
