@@ -207,7 +207,7 @@ def sums(
     late, early = (stack([block[side] for block in blocks]) for side in range(2))
     if tree[-1].base:
         return Sums(*_within(late, terms[-1], early, tree[-1].block, dtype), None, carried)
-    return Sums(*_exchanged(late, early, terms[len(coarse) :], tree[len(coarse) :]), carried)
+    return Sums(*_exchanged(late, early, terms[len(coarse) :], tree[len(coarse) :], dtype), carried)
 
 
 def _exchanged(
@@ -215,9 +215,10 @@ def _exchanged(
     earlier: jax.Array,
     terms: Sequence[jax.Array],
     tree: Sequence[Level],
+    dtype: DTypeLike,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The rest of ``prepare`` within blocks of eight rows, the exchanges as one product: its
-    factors, and what is to be added."""
+    """The rest of ``sums`` within blocks of eight rows, the exchanges as one product: its factors,
+    and what is to be added. For a product in bf16 what is summed is split in two bf16 parts."""
     chunk = later.shape[0]
     given, reached = [], []
     row, column = index((chunk, chunk), 0), index((chunk, chunk), 1)
@@ -229,7 +230,9 @@ def _exchanged(
         later = later + alternate(zero, term, half)
         earlier = earlier + alternate(term, zero, half)
     ones = jnp.concatenate([x.astype(F32) for x in reached], axis=1)
-    return ones, stack(given), later
+    if dtype == F32:
+        return ones, stack(given), later
+    return jnp.concatenate([ones] * 2, axis=1), parts(stack(given), 2), later
 
 
 def _within(
@@ -239,10 +242,10 @@ def _within(
     over rows j < s, of the block of rows that holds s. Only the terms of ``base`` may cancel."""
     chunk = later.shape[0]
     split = 1 if dtype == F32 else 2
-    shape = (chunk, (split + 1) * chunk)
+    shape = (chunk, 2 * split * chunk)
     row, lane = index(shape, 0), index(shape, 1)
     column, last = remainder(lane, chunk), quotient(lane, split * chunk) == 1
     below = (last & (column < row)) | (~last & (column >= row))
     reached = below & same_block(row, column, block)
-    both = stack([parts(later + base, split), earlier.astype(dtype)])
+    both = stack([parts(later + base, split), parts(earlier, split)])
     return reached.astype(F32), both
