@@ -376,7 +376,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     def several(name: str, choices: Sequence[Any], help: str, **more: Any) -> None:
         options.add_argument(name, action="append", choices=choices, help=help, **more)
 
-    several("--implementation", IMPLEMENTATIONS, "more than once for several; all but recurrent")
+    several("--implementation", IMPLEMENTATIONS, "several; all but recurrent if not given")
     several("--dtype", ("bfloat16", "float32"), "of query, key and value; both if not given")
     several("--gate", tuple(kinds.GATES), "all if not given")
     several("--chunk", CHUNKS, "of the kernels; all if not given", type=int)

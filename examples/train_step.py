@@ -476,6 +476,8 @@ def parse(arguments: list[str] | None = None) -> tuple[Config, argparse.Namespac
     options = parser.parse_args(arguments)
     if options.compile_for is None and (options.topology or options.hlo):
         parser.error("--topology and --hlo: expected with --compile-for")
+    if options.text is not None and not options.text.is_file():
+        parser.error(f"--text: got {options.text}, expected an existing file")
     return Config(**{f.name: getattr(options, f.name) for f in dataclasses.fields(Config)}), options
 
 

@@ -15,8 +15,8 @@ from kdagen.problem import Problem
 def space(problem: Problem, chip: Chip) -> dict[str, tuple[Any, ...]]:
     """Every parameter with the ordered values that a search over this problem tries.
 
-    The product holds illegal points; ``kdagen.gradient.variant.check`` tells. The cuts are those
-    of the forward.
+    The product holds illegal points; ``kdagen.gradient.variant.check`` tells. Cuts have the values
+    that they have in a forward.
     """
     of_forward = forward.space(problem, chip)
     return {

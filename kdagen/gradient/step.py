@@ -75,13 +75,16 @@ class Step:
           VariantError: a part or a parameter is unknown, missing or of the wrong type.
         """
         parts = {f.name for f in dataclasses.fields(cls)}
-        if fields.keys() != parts or not all(
-            isinstance(fields[name], dict) for name in ("forward", "backward")
-        ):
+        if fields.keys() != parts:
             raise VariantError(
                 f"a training step is given by {', '.join(sorted(parts))}; got "
                 f"{', '.join(sorted(fields)) or 'nothing'}"
             )
+        for name in ("forward", "backward"):
+            if not isinstance(fields[name], dict):
+                raise VariantError(
+                    f"{name}: got {fields[name]!r}; it must be an object of parameters"
+                )
         return cls(
             Variant.from_dict(fields["forward"]),
             BackwardVariant.from_dict(fields["backward"]),

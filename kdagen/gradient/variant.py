@@ -91,8 +91,9 @@ class BackwardVariant(Parameters):
     """Parameters of the fused backward kernel.
 
     Attributes:
-      chunk, heads, rows, chunks: the cuts, which are those of the forward that kept the residuals;
-        see ``kdagen.variant.Variant``. Heads that share a query and key head are of one program.
+      chunk, heads, rows, chunks: the cuts, see ``kdagen.variant.Variant``; which of them must be
+        those of the forward that kept the residuals, ``kdagen.gradient.step.check_step`` says.
+        Heads that share a query and key head are of one program.
       sub_block: rows within which pairs share a reference row; see ``kdagen.kernels.decay_tree``.
       inverse_block, weight_depth: of the inverse, where it is formed again.
       inverse_dtype: in which the inverse is formed and applied.
@@ -278,8 +279,9 @@ CONSTRAINTS = (_served, _values, _chunk, _kept, _packing, _code_size, _vmem)
 def vmem_bytes(variant: BackwardVariant, problem: Problem, chip: Chip) -> int:
     """VMEM that the kernel of a variant takes, in bytes, from above.
 
-    Scratch and pipelined blocks are exact; of what the compiler keeps beside them the most that was
-    seen is allowed for.
+    Scratch and pipelined blocks are those of a call that reads the values too, which one with
+    corrected values kept does not; of what the compiler keeps beside them the most that was seen is
+    allowed for.
     """
     element = {"bfloat16": 2, "float32": 4}
     key_dim, value_dim = (-(-d // LANES) * LANES for d in (problem.key_dim, problem.value_dim))

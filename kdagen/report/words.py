@@ -90,6 +90,8 @@ def variant(v: Variant | Step | str) -> str:
         f"lag {v.lag}",
         v.order,
     ]
+    if v.ends:
+        parts.append(f"ends {v.ends}")
     if v.vmem_limit_mib:
         parts.append(f"VMEM {v.vmem_limit_mib} MiB")
     if v.states != "none":

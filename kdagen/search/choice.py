@@ -51,7 +51,7 @@ def choose(
 
     Raises:
       VariantError: ``parameters`` is not the JSON of a variant, or of one that is not legal; or
-        ``gradient`` of a problem that is not trained.
+        ``gradient`` of a problem that is not trained, or of parameters of a forward alone.
       NoKernelError: no variant serves the problem.
     """
     if gradient and not problem.trained:
@@ -61,6 +61,11 @@ def choose(
         )
     if parameters is not None:
         variant, origin = _given(parameters, problem, chip), "as given"
+        if gradient and isinstance(variant, Variant):
+            raise VariantError(
+                f"variant: got {parameters}, parameters of a forward; those of a gradient's kernel "
+                'are given as {"backward": {...}}'
+            )
     elif use_default:
         variant, origin = space_of(problem, chip).default, "default"
     else:

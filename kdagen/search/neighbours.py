@@ -38,7 +38,8 @@ def _best_of_each(entries: Iterable[Entry], problem: Problem, chip: Chip) -> lis
     best: dict[tuple[str, str], Entry] = {}
     for entry in entries:
         seconds = entry.result.seconds
-        if entry.result.status != "ok" or seconds is None:
+        # one with a reason may not win there, and would not here
+        if entry.result.status != "ok" or entry.result.reason or seconds is None:
             continue
         place = (entry.environment.chip, entry.problem.to_json())
         held = best.get(place)

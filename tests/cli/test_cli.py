@@ -328,6 +328,8 @@ def test_render_prints_either_kernel_of_a_training_step(run) -> None:
     assert other.stdout not in ("", backward.stdout)
     apart = run(*shape[:-1], "--variant", '{"backward": {"chunk": 32}}')
     assert apart.exit_code == 1 and "not legal for this shape on v6e: cuts" in apart.stderr
+    alone = run(*shape[:-1], "--gradient", "--variant", '{"weight_depth": 128}')
+    assert alone.exit_code == 1 and "parameters of a forward" in alone.stderr
     (Path("shapes.yaml")).write_text(SHAPES)
     plain = run("render", "--chip=v6e", "--shape=good", "--shapes=shapes.yaml", "--gradient")
     assert plain.exit_code == 1 and "gradient: the shape is not trained" in plain.stderr

@@ -129,6 +129,7 @@ def test_whatever_divides_the_heads_divides_the_weights(example, small):
 def test_bad_options_are_named(example, capsys):
     for arguments, said in (
         (["--batch", "0"], "argument --batch: got 0, expected 1 or more"),
+        (["--text", "nowhere"], "--text: got nowhere, expected an existing file"),
         (["--topology", "2x2x1"], "--topology and --hlo: expected with --compile-for"),
         (["--compile-for", "v3"], "argument --compile-for: invalid choice: 'v3'"),
     ):

@@ -29,7 +29,7 @@ def test_json_round_trip() -> None:
     ("changes", "message"),
     [
         ({"residuals": "all"}, "residuals: got 'all'; it must be 'save', 'rematerialize'"),
-        ({"forward": 3}, "a training step is given by backward, forward, residuals"),
+        ({"forward": 3}, "forward: got 3; it must be an object of parameters"),
         ({"colour": 1}, "a training step is given by backward, forward, residuals; got .*colour"),
         ({"backward": {"chunk": 64}}, "missing parameter"),
     ],

@@ -58,5 +58,7 @@ def test_problems_and_variants() -> None:
     said = words.variant(DEFAULT)
     assert said.startswith("chunk 64, heads 8, chunks 4, bounded ")
     assert "VMEM" not in said
+    assert words.variant(dataclasses.replace(DEFAULT, ends=1)).endswith(", ends 1")
+    assert "ends" not in words.variant(dataclasses.replace(DEFAULT, ends=0))
     assert words.variant(dataclasses.replace(DEFAULT, vmem_limit_mib=48)).endswith("VMEM 48 MiB")
     assert words.variant('{"old":1}') == '{"old":1}'

@@ -65,5 +65,7 @@ def test_the_nearest_come_first_and_no_more_than_asked(store: Store) -> None:
 def test_what_came_to_nothing_or_is_of_another_version_is_no_neighbour(store: Store) -> None:
     where = store.put_environment(ENVIRONMENT), store.put_problem(PROBLEM, "small")
     store.put_result(*where, result(FASTER, status="wrong", reason="off"))
+    too_large = dataclasses.replace(FASTER, lag=1)
+    store.put_result(*where, result(too_large, reason="code_size: 9999 bundles in the loop"))
     store.put_result(*where, result(variant='{"chunk":64}', variant_id="old"))
     assert neighbours(store, PROBLEM, "v6e") == []
