@@ -64,7 +64,7 @@ class _Size(click.ParamType):
         units = {name.lower(): factor for name, factor in self._UNITS.items()}
         if found is None or found[2].lower() not in units:
             takes = ", ".join(name for name in self._UNITS if name)
-            self.fail(f"{value!r} is not a number of bytes, nor one of {takes}, as 512MiB.", param, ctx)
+            self.fail(f"{value!r} is no number of bytes, or of {takes}, as 512MiB.", param, ctx)
         return int(float(found[1]) * units[found[2].lower()])
 
 
