@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
 
@@ -26,6 +26,8 @@ from kdagen.problem import Problem
 _SUMMED = ("modelled_seconds", "dma_in_bytes", "dma_out_bytes", "floor_bytes", "floor_seconds")
 
 RESIDUALS = ("states", "inverse", "corrected")
+BY_CUTS = ("states", "inverse")
+"""Residuals whose shape depends on the cuts of the forward that kept them."""
 """What a forward keeps and a backward takes, by its name in both."""
 
 Function = Callable[..., Any]
@@ -85,11 +87,15 @@ def _backward(chip: Chip, problem: Problem, variant: BackwardVariant) -> dict[st
 
 
 def backward_of(
-    problem: Problem, variant: BackwardVariant, chip: Chip
+    problem: Problem,
+    variant: BackwardVariant,
+    chip: Chip,
+    kept: Mapping[str, Any] | None = None,
 ) -> tuple[Function, dict[str, Any]]:
     """The generated ``backward`` of the array operands alone, and their structs by name.
 
     In layout "BTHD" operands and gradients have heads side by side, as ``operands.projected``.
+    ``kept`` are the structs of ``BY_CUTS`` as a forward keeps them, None those of its own cuts.
     """
     import jax
 
@@ -101,14 +107,17 @@ def backward_of(
     constants = operands.scalars(problem)
 
     def backward(*arguments: Any) -> dict[str, Any]:
+        # what lies as a program of the forward made it is the kernel's to cut
         shaped = [
-            x if x is None or of is None else x.reshape(of[0])
-            for x, of in zip(arguments, given.values(), strict=True)
+            x if x is None or of is None or name in BY_CUTS else x.reshape(of[0])
+            for x, (name, of) in zip(arguments, given.items(), strict=True)
         ]
         found = module.backward(*shaped, **constants)
         return {name: x.reshape(wanted[name][0]) for name, x in found.items()}  # type: ignore[index]
 
     structs = {n: None if of is None else jax.ShapeDtypeStruct(*of) for n, of in flat.items()}
+    if kept is not None:
+        structs |= {name: kept[name] for name in BY_CUTS}
     return backward, structs
 
 
@@ -124,10 +133,13 @@ def forward_program(problem: Problem, step: Step, chip: Chip) -> tuple[Function,
 def gradient_program(problem: Problem, step: Step, chip: Chip) -> tuple[Function, dict[str, Any]]:
     """The gradient, and the structs of its operands by name: those of the backward kernel, or with
     the policy "rematerialize" those of the forward and the cotangents."""
-    backward, structs = backward_of(problem, step.backward, chip)
+    import jax
+
+    forward, given = forward_program(problem, dataclasses.replace(step, residuals="save"), chip)
+    kept = jax.eval_shape(forward, *given.values())._asdict()
+    backward, structs = backward_of(problem, step.backward, chip, kept)
     if step.residuals == "save":
         return backward, structs
-    forward, given = forward_program(problem, dataclasses.replace(step, residuals="save"), chip)
     names = list(structs)
 
     def gradient(*arguments: Any) -> dict[str, Any]:

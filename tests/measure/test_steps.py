@@ -11,7 +11,7 @@ from kdagen.chips import get_chip
 from kdagen.compiler import aot
 from kdagen.generate import Generated
 from kdagen.gradient import source
-from kdagen.gradient.step import Step, paired
+from kdagen.gradient.step import Step, check_step, paired
 from kdagen.gradient.variant import Request
 from kdagen.measure import hardware, kinds, steps, verify, verify_steps
 from kdagen.measure.pool import Pool
@@ -82,36 +82,6 @@ def test_residuals_are_the_states_and_what_else_is_kept(figures: dict[str, dict]
     assert steps.residual_bytes(PROBLEM, everything) == states + inverse + corrected
 
 
-@pytest.mark.parametrize("residuals", ["save", "rematerialize"])
-@pytest.mark.parametrize("layout", ["HBTD", "BTHD"])
-def test_the_programs_of_a_step_fit_together(residuals: str, layout: str) -> None:
-    import jax
-
-    problem = dataclasses.replace(
-        PROBLEM, tokens=200, layout=layout, final_state=True, initial_state=True
-    )
-    step = dataclasses.replace(
-        small_step(problem, keep_inverse=True, keep_corrected=True), residuals=residuals
-    )
-    forward, given = steps.forward_program(problem, step, CHIP)
-    gradient, wanted = steps.gradient_program(problem, step, CHIP)
-    results = jax.eval_shape(forward, *given.values())._asdict()
-    for name in steps.RESIDUALS:
-        if residuals == "save":
-            assert (results[name].shape, results[name].dtype) == (
-                wanted[name].shape,
-                wanted[name].dtype,
-            )
-        else:
-            assert name not in wanted and results[name] is None
-    assert results["output"].shape == wanted["d_output"].shape
-    assert results["final_state"].shape == wanted["d_final"].shape
-    grads = jax.eval_shape(gradient, *wanted.values())
-    assert grads.keys() == set(Request.everything(problem).wanted)
-    for name, x in grads.items():
-        assert (x.shape, x.dtype) == (given[name].shape, given[name].dtype)
-
-
 KEPT = small_step(PROBLEM, keep_inverse=True, keep_corrected=True)
 # a forward of all chunk-heads at once and a backward of few
 APART = dataclasses.replace(
@@ -121,6 +91,45 @@ APART = dataclasses.replace(
 # an inverse of more heads and more chunks than a program of the backward takes
 CUT = dataclasses.replace(KEPT, forward=dataclasses.replace(KEPT.forward, heads=4, chunks=2))
 STEPS = {"rebuilt": REBUILT, "all kept": KEPT, "cut apart": APART, "an inverse in cuts": CUT}
+
+
+@pytest.mark.parametrize("residuals", ["save", "rematerialize"])
+@pytest.mark.parametrize(
+    ("layout", "cut"),
+    [
+        ("HBTD", "all kept"),
+        ("BTHD", "all kept"),
+        ("HBTD", "cut apart"),
+        ("BTHD", "an inverse in cuts"),
+    ],
+)
+def test_the_programs_of_a_step_fit_together(residuals: str, layout: str, cut: str) -> None:
+    import jax
+
+    # the blocks of a forward of several chunks reach beyond those of the backward
+    problem = dataclasses.replace(
+        PROBLEM, tokens=200, heads=4, value_heads=4, layout=layout,
+        final_state=True, initial_state=True,
+    )  # fmt: skip
+    step = dataclasses.replace(STEPS[cut], residuals=residuals)
+    assert check_step(step, dataclasses.replace(problem, residuals=residuals), CHIP) is None
+    forward, given = steps.forward_program(problem, step, CHIP)
+    gradient, wanted = steps.gradient_program(problem, step, CHIP)
+    results = jax.eval_shape(forward, *given.values())._asdict()
+    for name in steps.RESIDUALS:
+        if residuals == "save" and results[name] is not None:
+            assert (results[name].shape, results[name].dtype) == (
+                wanted[name].shape,
+                wanted[name].dtype,
+            )
+        else:
+            assert wanted.get(name) is None and results[name] is None
+    assert results["output"].shape == wanted["d_output"].shape
+    assert results["final_state"].shape == wanted["d_final"].shape
+    grads = jax.eval_shape(gradient, *wanted.values())
+    assert grads.keys() == set(Request.everything(problem).wanted)
+    for name, x in grads.items():
+        assert (x.shape, x.dtype) == (given[name].shape, given[name].dtype)
 
 
 @pytest.mark.parametrize("name", STEPS)
