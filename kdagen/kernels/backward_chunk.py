@@ -39,6 +39,7 @@ from kdagen.kernels.lanes import (
     SPLIT,
     dot,
     index,
+    parts,
     rows,
     stack,
 )
@@ -155,12 +156,7 @@ def gradients(
     items = pack.items
     chunk, key_dim = items[0].chunk, items[0].whole.shape[1]
     tree = decay_tree.levels(chunk, base)
-    # dS' P^T beside them costs no weights of its own, as P dS'^T would
-    products = []
-    for item in items:
-        written = (item.corrected() * item.write).astype(inverse_dtype)
-        rows_of = stack([item.both, item.d_state])
-        products.append(dot(rows_of, written, NT, inverse_dtype, passes))
+    products = [_with_written(item, inverse_dtype, passes) for item in items]
     yield
     writes = [jnp.transpose(rows(made, 2 * chunk, key_dim)) for made in products]
     on_diagonal = index((chunk, chunk), 0) == index((chunk, chunk), 1)
@@ -195,6 +191,23 @@ def gradients(
             )
         )
     return results
+
+
+def _with_written(item: Item, dtype: DTypeLike, passes: int) -> jax.Array:
+    """(dout; -dR; dS') P^T [2C + K, C] f32.
+
+    The gradient of a decay may hang on a few pairs of tokens, whose dQ and dN are small by chance:
+    they take P in two parts where the others take it in bf16.
+    """
+    written = item.corrected() * item.write
+    # dS' P^T beside them costs no weights of its own, as P dS'^T would
+    every = stack([item.both, item.d_state])
+    if dtype == F32:
+        return dot(every, written, NT, dtype, passes)
+    high, low = parts(written, F32, SPLIT)
+    made, count = dot(every, high, NT, dtype), item.both.shape[0]
+    rest = dot(item.both, low, NT, dtype)
+    return stack([rows(made, 0, count) + rest, rows(made, count, made.shape[0] - count)])
 
 
 def _along_values(state: jax.Array, d_state: jax.Array, dtype: DTypeLike) -> jax.Array:
