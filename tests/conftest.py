@@ -1,8 +1,10 @@
 """Settings that must stand in the environment before any test module imports JAX."""
 
 import functools
+import gc
 import os
 import shutil
+import sys
 import tempfile
 
 import pytest
@@ -31,3 +33,16 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("KDAGEN_DB", None)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(folder, "jax")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _programs_are_dropped():
+    """After a module, let go of what JAX compiled for it.
+
+    Every program for the CPU maps memory, and a process may have 65530 mappings: with more of them
+    the compiler crashes. The cache on disk keeps what another module compiles again.
+    """
+    yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
+        gc.collect()

@@ -85,16 +85,6 @@ def examples(implementation: str, share: int = 1) -> Any:
     )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _programs_are_not_written():
-    """Hardly one is drawn twice, and jaxlib has crashed as it serialised one of these many."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
-    jax.config.update(name, 1e9)
-    yield
-    jax.config.update(name, before)
-
-
 @functools.lru_cache(maxsize=16)
 def compiled(implementation: str, problem: Problem, scale: float | None) -> Any:
     """Output and final state of values in layout "HBTD"; hardly optimised, it runs for a moment."""
