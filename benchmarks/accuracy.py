@@ -178,17 +178,6 @@ def kernels(
         )
 
 
-def _cotangents(problem: Problem) -> dict[str, Any]:
-    import jax.numpy as jnp
-    import numpy as np
-
-    rng = np.random.default_rng(SEED)
-    shaped = operands.outputs(dataclasses.replace(problem, layout="HBTD"))
-    drawn = {name: rng.standard_normal(shape) for name, (shape, _) in shaped.items()}
-    drawn["final_state"] *= problem.key_dim**-0.5
-    return {name: jnp.asarray(x, shaped[name][1]) for name, x in drawn.items()}
-
-
 def _public(
     problem: Problem,
     values: dict[str, Any],
@@ -239,7 +228,8 @@ def run(data: Data, options: argparse.Namespace) -> Found:
     values = kinds.draw(problem, given, SEED)
     cotangents: dict[str, Any] = {}
     if data.check == "bounds" and problem.tokens < PARTS[-1] and options.gradients:
-        cotangents = _cotangents(problem)
+        drawn = verify_steps.cotangents(problem, SEED)
+        cotangents = {"output": drawn["d_output"], "final_state": drawn["d_final"]}
     if cotangents:
         output, state, grads = recurrent_float64_vjp(
             **values, **verify.static_arguments(problem),

@@ -6,6 +6,7 @@ lies as the forward's programs made it, so that the backward's must be cuts of t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -205,7 +206,6 @@ def _backwards(
     forward is, and one of the fewest chunk-heads."""
     try:
         default = gradient.default_variant(problem, chip)
-        kept = gradient.default_variant(problem, chip, kept=True)
     except VariantError as error:
         raise VariantError(f"no backward kernel serves the call: {error}") from error
     group = problem.value_heads // problem.heads
@@ -213,7 +213,9 @@ def _backwards(
     smallest = dataclasses.replace(default, heads=group, rows=1, chunks=chunks)
     if small:
         yield smallest
-    yield kept
+    # what is kept takes VMEM too, and may be what does not fit
+    with contextlib.suppress(VariantError):
+        yield gradient.default_variant(problem, chip, kept=True)
     yield default
     yield dataclasses.replace(default, **{name: getattr(forward, name) for name in CUTS})
     yield smallest

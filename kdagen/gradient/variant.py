@@ -20,7 +20,7 @@ from kdagen.gradient.plan import (
     plan,
 )
 from kdagen.gradient.plan import INVERSE as INVERSE_STAGE
-from kdagen.kernels.handover import Handover
+from kdagen.kernels.handover import BYTES, Handover
 from kdagen.kernels.tiling import LANES
 from kdagen.problem import Problem
 from kdagen.variant import (
@@ -283,16 +283,15 @@ def vmem_bytes(variant: BackwardVariant, problem: Problem, chip: Chip) -> int:
     corrected values kept does not; of what the compiler keeps beside them the most that was seen is
     allowed for.
     """
-    element = {"bfloat16": 2, "float32": 4}
     key_dim, value_dim = (-(-d // LANES) * LANES for d in (problem.key_dim, problem.value_dim))
     items = variant.streams * variant.chunks
-    wide = element[problem.dtype]
-    row = (4 * key_dim + 3 * value_dim) * wide + 2 * key_dim * element[problem.gate_dtype]
+    wide = BYTES[problem.dtype]
+    row = (4 * key_dim + 3 * value_dim) * wide + 2 * key_dim * BYTES[problem.gate_dtype]
     if variant.keep_corrected:
         row += value_dim * wide
     if variant.keep_inverse:
         row += variant.chunk * wide
-    states = key_dim * value_dim * element[states_dtype(problem)]
+    states = key_dim * value_dim * BYTES[states_dtype(problem)]
     blocks = 2 * items * (variant.chunk * row + states)
     state = variant.streams * key_dim * value_dim * 4
     handed = handover(variant, problem, Request.everything(problem)).bytes(key_dim, value_dim)
@@ -307,7 +306,7 @@ def vmem_bytes(variant: BackwardVariant, problem: Problem, chip: Chip) -> int:
 
 def handover(variant: BackwardVariant, problem: Problem, request: Request) -> Handover:
     """What the two halves of the kernel of a variant hand over, as it is generated."""
-    wants = not {"query", "key", "beta", *_DECAY_OPERANDS}.isdisjoint(request.wanted)
+    wants = CORRECTIONS in request.stages
     return Handover(
         chunk=variant.chunk,
         items=variant.streams * variant.chunks,

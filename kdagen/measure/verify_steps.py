@@ -67,11 +67,11 @@ def relative_errors(problem: Problem, step: Step, chip: str) -> dict[tuple[kinds
     return kinds.step_errors(problem, telling, got, expected)
 
 
-def cotangents(problem: Problem) -> dict[str, Any]:
+def cotangents(problem: Problem, seed: int = _SEED) -> dict[str, Any]:
     """Random cotangents in layout "HBTD": d_output, and d_final where there is a final state."""
     import jax.numpy as jnp
 
-    rng = np.random.default_rng(_SEED)
+    rng = np.random.default_rng(seed)
     output = (problem.value_heads, problem.batch, problem.tokens, problem.value_dim)
     given = {"d_output": jnp.asarray(rng.standard_normal(output), problem.dtype)}
     if problem.final_state:

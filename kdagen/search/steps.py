@@ -22,7 +22,7 @@ from kdagen.gradient.step import (
     keeping_for,
     paired,
 )
-from kdagen.gradient.variant import BackwardVariant, states_dtype
+from kdagen.gradient.variant import BackwardVariant
 from kdagen.gradient.variant import check as gradient_check
 from kdagen.measure.steps import residual_bytes
 from kdagen.problem import RESIDUAL_POLICIES, TUNED, Problem
@@ -51,7 +51,7 @@ from kdagen.variant import (
 
 
 class Steps:
-    """The training steps: a forward, a backward of the same cuts, and a policy; see
+    """The training steps: a forward, a backward of the same chunks, and a policy; see
     ``kdagen.search.spaces.Space``.
 
     "rematerialize" takes the time of one forward more than "save": where either will do, it is
@@ -174,20 +174,15 @@ class Steps:
         }
 
     def candidate(self, point: Option) -> Step:
-        whole = {**self._fixed(), **point}
-        shared = {name: whole[name] for name in SHARED}
+        shared = {name: point[name] for name in SHARED}
 
         def of(part: str) -> Option:
             prefix = f"{part}."
-            own = {n.removeprefix(prefix): x for n, x in whole.items() if n.startswith(prefix)}
+            own = {n.removeprefix(prefix): x for n, x in point.items() if n.startswith(prefix)}
             return own | shared
 
         forward, backward = Variant(**of("forward")), BackwardVariant(**of("backward"))
-        return self._joined(forward, backward, whole["residuals"])
-
-    def _fixed(self) -> Option:
-        """Parameters of which there is no choice."""
-        return {"forward.states": states_dtype(self._problem), "forward.keep_gate": False}
+        return self._joined(forward, backward, point["residuals"])
 
     def check(self, candidate: Step) -> Violation | None:
         return check_step(candidate, self._problem, self._chip)
