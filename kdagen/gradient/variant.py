@@ -251,7 +251,7 @@ def _code_size(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | 
     widths = sum(-(-d // LANES) for d in (problem.key_dim, problem.value_dim)) / 2
     bundles = round(bundles * variant.streams * variant.block_tokens / 64 * widths)
     # heads that share a key, and those that share the lanes, cannot be parted
-    least = max(LANES // variant.chunk, problem.value_heads // problem.heads)
+    least = math.lcm(LANES // variant.chunk, problem.value_heads // problem.heads)
     if bundles > MAX_LOOP_BUNDLES and variant.streams * variant.chunks > least:
         return (
             f"heads={variant.heads}, rows={variant.rows}, chunks={variant.chunks}: about "

@@ -12,6 +12,7 @@ from kdagen.gradient.source import step_id
 from kdagen.gradient.space import space
 from kdagen.gradient.step import CUTS, KEPT, Step, check_step, of_first, paired
 from kdagen.gradient.variant import BackwardVariant, check
+from kdagen.gradient.variant import default_variant as gradient_default
 from kdagen.problem import Problem
 from kdagen.variant import VariantError, default_variant
 from tests.store.rows import STEP, TRAINED
@@ -111,6 +112,14 @@ def test_every_problem_has_a_default_step(chip: str, residuals: str) -> None:
     step = paired(problem, default_variant(problem, get_chip(chip)), (get_chip(chip),))
     assert check_step(step, problem, get_chip(chip)) is None
     assert step.residuals == ("save" if residuals == "tuned" else residuals)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_heads_that_cannot_be_parted_are_served_whatever_their_loop(kept: bool) -> None:
+    wide = Problem(tokens=512, heads=2, value_heads=6, key_dim=192, value_dim=192, gate="softplus")
+    variant = gradient_default(wide, CHIP, kept=kept)
+    assert check(variant, wide, CHIP) is None
+    assert variant.streams * variant.chunks == 6
 
 
 def test_the_space_has_every_parameter_with_values_that_are_legal() -> None:
