@@ -412,7 +412,7 @@ def main() -> int:
     grown: list[str] = []
     refused: list[str] = []
     started = time.perf_counter()
-    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
+    with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=1) as pool:
         done = pool.imap_unordered(_run, [(data, options) for data in sets])
         for count, (data, found) in enumerate(done, 1):
             rows += found.rows
