@@ -232,7 +232,7 @@ def run(data: Data, options: argparse.Namespace) -> Found:
         cotangents = {"output": drawn["d_output"], "final_state": drawn["d_final"]}
     if cotangents:
         output, state, grads = recurrent_float64_vjp(
-            **values, **verify.static_arguments(problem),
+            **verify.told(problem, values),
             output_cotangent=cotangents["output"], state_cotangent=cotangents["final_state"],
         )  # fmt: skip
         expected = {"output": output, "final_state": state, **grads}

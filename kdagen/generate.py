@@ -135,6 +135,7 @@ def generate(problem: Problem, variant: Variant, chip: Chip) -> Generated:
                 per_pack=LANES // variant.chunk,
                 floor=TOKEN_FLOOR if variant.decay == "unbounded" else LOG_DECAY_FLOOR,
                 exact=problem.exact,
+                packed=problem.segments is not None,
                 wide_inverse=variant.inverse_dtype == "float32",
                 vmem_limit_bytes=variant.vmem_limit_mib * MIB or None,
                 kernel_name=f"kda_forward_{short}",
@@ -215,7 +216,12 @@ def _written(generated: Generated) -> Path:
 
 def _facts(problem: Problem) -> dict[str, Any]:
     fields = problem.to_dict()
-    return {name: fields[name] for name in SPECIALISED}
+    return {name: fields[name] for name in SPECIALISED} | packing_fact(problem)
+
+
+def packing_fact(problem: Problem) -> dict[str, Any]:
+    """That a problem has segments, in the words of one; what they are does not matter."""
+    return {} if problem.segments is None else {"segments": 1}
 
 
 def _again(problem: Problem, variant: Variant, chip: Chip) -> str:

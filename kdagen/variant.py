@@ -338,11 +338,17 @@ def check(variant: Variant, problem: Problem, chip: Chip) -> Violation | None:
 
 def _served(variant: Variant, problem: Problem, chip: Chip) -> str | None:
     """What the fused forward kernel does not do in this version."""
-    if problem.segments is not None:
-        return (
-            f"segments={problem.segments!r} of the problem: the fused kernel serves unpacked "
-            "sequences"
-        )
+    return beyond_packing(problem)
+
+
+def beyond_packing(problem: Problem) -> str | None:
+    """What of a packed problem no kernel serves; None if nothing."""
+    for name in ("initial_state", "final_state"):
+        if problem.segments is not None and getattr(problem, name):
+            return (
+                f"{name}=True with segments={problem.segments!r} of the problem: the kernels serve "
+                "packed sequences without states of their segments"
+            )
     return None
 
 

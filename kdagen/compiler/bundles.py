@@ -24,9 +24,12 @@ _LABEL = re.compile(r"(\w+)=$")
 # Which half of a division an operation keeps.
 _MODE = re.compile(r"\s*(k[A-Z]\w*)\s*")
 _OPERAND = re.compile(
-    r"(%s\d+_s\d+) = inlined_call_operand\.(\S+) "
+    r"(%s\d+_s\d+) = inlined_call_operand\.(<[^>]*>|\S+) "
     r"\[shape: (.*?), index: (\d+), kind: (\w+)"
 )
+NO_SPACE = "<no memory space>"
+"""In place of the memory space of an operand that is passed by value."""
+
 _CORE_ID = re.compile(r"sld \[smem:\[#allocation(\d+)\]\] /\* (?:megacore )?core id")
 _OPERATION = re.compile(r"(?:(%\S+) = )?([a-z_][\w.]*)\s*(.*)$", re.DOTALL)
 _PREDICATE = re.compile(r"\((!?%p\d+_p\d+)(?:, (%\S+?))?\)\s*,?\s*")

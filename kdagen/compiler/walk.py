@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from kdagen.compiler.bundles import Listing
+from kdagen.compiler.bundles import NO_SPACE, Listing
 from kdagen.compiler.decode import (
     MASK,
     OPERAND_BASE,
@@ -145,8 +145,14 @@ class _Walker:
         self.slots = list(program.initial)
         self.memory: dict[int, Any] = {}
         for operand in listing.operands:
+            address = OPERAND_BASE * (operand.index + 1)
             if operand.space == "smem":
-                self.fill(OPERAND_BASE * (operand.index + 1), operand.index)
+                self.fill(address, operand.index)
+            elif operand.space == NO_SPACE:
+                # one number: the register holds it, and not where it lies
+                given = self.scalars.get(operand.index)
+                value = UNKNOWN if given is None else int(given[0]) & MASK
+                self.slots = [value if x == address else x for x in self.slots]
         if listing.core_id_allocation is not None:
             self.memory[allocation_address(listing.core_id_allocation)] = core
         self.time = 0.0

@@ -15,6 +15,7 @@ from kdagen.generate import (
     GenerateError,
     _environment,
     code_hash,
+    packing_fact,
 )
 from kdagen.gradient.step import Step
 from kdagen.gradient.variant import BackwardVariant, Request, handover
@@ -57,7 +58,7 @@ def step_id(problem: Problem, step: Step, chip: Chip) -> str:
         "chip": chip.name,
         "code": step_hash(),
         "parameters": step.to_dict(),
-        "problem": {name: fields[name] for name in FORWARD_SPECIALISED},
+        "problem": {name: fields[name] for name in FORWARD_SPECIALISED} | packing_fact(problem),
     }
     return hashlib.sha256(canonical_json(asked).encode()).hexdigest()
 
@@ -95,6 +96,7 @@ def generate(problem: Problem, request: Request, variant: BackwardVariant, chip:
                 raw_gate=problem.gate != "log_decay",
                 per_pack=LANES // variant.chunk,
                 exact=problem.exact,
+                packed=problem.segments is not None,
                 layout=problem.layout,
                 vmem_limit_bytes=variant.vmem_limit_mib * MIB or None,
                 kernel_name=f"kda_backward_{identity[:12]}",
@@ -107,7 +109,7 @@ def generate(problem: Problem, request: Request, variant: BackwardVariant, chip:
 
 def _facts(problem: Problem, request: Request) -> dict[str, object]:
     fields = problem.to_dict()
-    facts = {name: fields[name] for name in SPECIALISED}
+    facts = {name: fields[name] for name in SPECIALISED} | packing_fact(problem)
     return facts | {
         "wanted": request.wanted,
         "output_cotangent": request.output_cotangent,

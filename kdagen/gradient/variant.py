@@ -30,6 +30,7 @@ from kdagen.variant import (
     VariantError,
     Violation,
     beyond_chunks,
+    beyond_packing,
     beyond_vmem,
     chunks,
 )
@@ -161,9 +162,7 @@ def check(variant: BackwardVariant, problem: Problem, chip: Chip) -> Violation |
 
 
 def _served(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | None:
-    if problem.segments is not None:
-        return f"segments={problem.segments!r} of the problem: the kernel serves unpacked sequences"
-    return None
+    return beyond_packing(problem)
 
 
 def _values(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | None:
@@ -318,6 +317,7 @@ def handover(variant: BackwardVariant, problem: Problem, request: Request) -> Ha
         gate=not set(_DECAY_OPERANDS).isdisjoint(request.wanted),
         rate="a_log" in request.wanted,
         corrected=wants and not variant.keep_corrected,
+        packed=wants and problem.segments is not None,
     )
 
 

@@ -2,8 +2,9 @@
 
 One Pallas call takes the operands of the forward, the states it kept and the cotangents of its
 results to the gradients that are asked for. Its grid is (groups of batch rows, groups of heads,
-blocks of chunks), the blocks from the last to the first. The state cotangents of a program stay in
-VMEM all the while, and so do the sums over tokens that a_log and delta_time_bias take.
+blocks of chunks + 1), the blocks from the last to the first: relations of one block and the rest
+of the block after it are computed in one step. The state cotangents of a program stay in VMEM all
+the while, and so do the sums over tokens that a_log and delta_time_bias take.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kdagen.kernels import lockstep
+from kdagen.kernels import lockstep, packing
 from kdagen.kernels.backward_step import DRAIN, Backward, Refs, Step, absent
 from kdagen.kernels.geometry import Cut, Extent, gate_rows, padded
 from kdagen.kernels.lanes import F32, quotient, remainder
@@ -62,7 +63,17 @@ def _kernel(
         if refs.d_rows is not None:
             refs.d_rows[...] = jnp.zeros_like(refs.d_rows)
 
-    lockstep.run(slots, stages(Step(kernel, cut, refs, scale, lower_bound)))
+    this = Step(kernel, cut, refs, scale, lower_bound)
+    if kernel.packed:
+        entered, left = (
+            (refs.query, refs.key, refs.gate),
+            (refs.value, refs.d_output, refs.corrected),
+        )
+        windows = [(ref, this.entering) for ref in entered]
+        windows += [(ref, this.leaving) for ref in left if ref is not None]
+        packing.clear_padding(cut, refs.lengths, row, windows)
+    this.arrange(row)
+    lockstep.run(slots, stages(this))
 
     if refs.d_initial is not None:
 
@@ -83,6 +94,8 @@ def call(
     beta: jax.Array,
     a_log: jax.Array | None,
     delta_time_bias: jax.Array | None,
+    spans: jax.Array | None,
+    lengths: jax.Array | None,
     states: jax.Array | None,
     inverse: jax.Array | None,
     corrected: jax.Array | None,
@@ -102,7 +115,9 @@ def call(
       stages: makes the stages from a grid step; slots: the order of their segments.
       query, key: [H, B, T, K]; gate: [HV, B, T, K]; value: [HV, B, T, V]; beta: [HV, B, T].
       a_log: [HV] f32 or None (a rate of 1); delta_time_bias: [HV, K] f32 or None.
-      states, inverse, corrected: that the forward of the same cuts kept, see
+      spans [B, 2, T], lengths [B]: see ``kdagen.kernels.packing``; given exactly where
+        ``kernel.packed``.
+      states, inverse, corrected: that a forward of the same chunks kept, see
         ``kdagen.kernels.forward.Results``; the last two exactly where ``kernel`` says so.
       d_output: cotangent of the output [HV, B, T, V], given exactly where ``kernel`` says so.
       d_final: that of the final state [B, 1, HV, K, V] f32, likewise.
@@ -134,6 +149,8 @@ def call(
         "value": cut.tensor(value_dim, leaving),
         "gate": cut.tensor(key_dim, entering),
         "beta": cut.per_pack((LANES,), entering),
+        "spans": packing.spans_spec(cut, entering),
+        "lengths": pl.BlockSpec(memory_space=pltpu.SMEM),
         "gate_rows": pl.BlockSpec(
             (geometry.heads, 2, state_shape[0]), lambda row, group, step: (group, 0, 0)
         ),
@@ -146,6 +163,8 @@ def call(
     made: dict[str, Callable[[], Any]] = {
         **{name: functools.partial(cut.view, x) for name, x in tensors.items()},
         "beta": lambda: cut.lane_rows(beta),
+        "spans": lambda: packing.spans_view(cut, _present("spans", spans)),
+        "lengths": lambda: _present("lengths", lengths),
         "gate_rows": lambda: gate_rows(a_log, delta_time_bias, extent.value_heads, key_dim),
         "d_output": lambda: cut.view(_present("d_output", d_output)),
         "states": lambda: _present("states", states),
@@ -193,6 +212,7 @@ def call(
             out_shape=[shape for _, shape in results.values()],
             scratch_shapes=[
                 pltpu.VMEM((geometry.streams, *state_shape), F32),
+                *(packing.scratch(cut).values() if kernel.packed else ()),
                 *(pltpu.VMEM(shape, jnp.dtype(dtype)) for shape, dtype in handed.values()),
             ],
             compiler_params=pltpu.CompilerParams(

@@ -43,6 +43,7 @@ from kdagen.kernels.lanes import (
     rows,
     stack,
 )
+from kdagen.kernels.packing import of_one_segment
 
 
 def correct(
@@ -161,8 +162,10 @@ def gradients(
     writes = [jnp.transpose(rows(made, 2 * chunk, key_dim)) for made in products]
     on_diagonal = index((chunk, chunk), 0) == index((chunk, chunk), 1)
     own, cuts = [], []
-    for made in products:
+    for item, made in zip(items, products, strict=True):
         d_query, d_key = rows(made, 0, chunk) * scale, rows(made, chunk, chunk)
+        if (ends := item.ends) is not None:
+            d_query, d_key = (of_one_segment(x, ends) for x in (d_query, d_key))
         own.append(jnp.where(on_diagonal, d_query, 0.0).astype(dtype))
         cuts.append(decay_gradients.cuts(d_query, d_key, tree, inverse_dtype))
     yield

@@ -59,6 +59,14 @@ class Item:
     reads = property(functools.partial(_handed, name="reads"))
     related = property(functools.partial(_handed, name="related"))
 
+    @property
+    def ends(self) -> jax.Array | None:
+        """[1, C] f32, those of segments as in ``kdagen.kernels.packing.Segments``, if there are."""
+        if not self._step.kernel.packed:
+            return None
+        row = self._step.handed("ends", self._pack.number)
+        return row[:, self._x * self.chunk : (self._x + 1) * self.chunk]
+
     def left(self, level: int) -> jax.Array:
         """[C, KP] f32, factors of the rows t of a level, and of its rows j but in the base."""
         return self._step.handed("left", self._at, level)

@@ -29,7 +29,7 @@ class Entering:
       query, key: [C, KP] f32, as given.
       query_norm, key_norm: [C, KP] f32, what they are normalised by, or None.
       gate: the activated gate, a ``gate_gradients.Gate``.
-      sums: of its log decay, by ``decay_tree.sums``.
+      sums: those of its log decay that ``decay_tree.sums`` gives.
     """
 
     query: Any
@@ -58,6 +58,13 @@ def relate(
         [item.query for item in entered], [item.key for item in entered], decays, dtype
     )
     places = step.items(pack)
+    if step.segments is not None:
+        for at, decay in zip(places, decays, strict=True):
+            decay.from_start = step.segments.incoming(decay.from_start, at)
+            decay.to_end = step.segments.outgoing(decay.to_end, at)
+            decay.total = step.segments.through(decay.total, at)
+        if "ends" in step.handed_over:
+            step.hand_over("ends", pack, step.segments.ends(pack))
     column = jnp.transpose(jnp.broadcast_to(step.beta(pack), (8, LANES)))[:, 0:1]
     step.hand_over("write", pack, jnp.broadcast_to(column, (LANES, step.d_state.shape[2])))
     for at, item, decay in zip(places, entered, decays, strict=True):
@@ -77,6 +84,8 @@ def relate(
     if own is not None:
         step.hand_over("own", pack, own * step.scale)
     query, key = decay_tree.assemble(products, tree)
+    if step.segments is not None:
+        query, key = (step.segments.related(x, pack) for x in (query, key))
     chunk = query.shape[0]
     across = jnp.transpose(stack([query * step.scale, key]).astype(inverse_dtype))
     for x, at in enumerate(places):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,12 +14,11 @@ from jax.typing import DTypeLike
 from kdagen.kernels.geometry import Cut, Geometry, widened
 from kdagen.kernels.handover import Handover
 from kdagen.kernels.lanes import F32, index, remainder, stack
+from kdagen.kernels.packing import Segments
 from kdagen.kernels.tiling import LANES
 
 DRAIN = 1
 """Grid steps after the last block has entered."""
-
-GRADIENTS = ("query", "key", "value", "gate", "beta", "initial_state", "a_log", "delta_time_bias")
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,11 @@ class Backward:
     """What a generated backward kernel takes and gives.
 
     Attributes:
-      geometry: its cuts, those of the forward whose residuals it reads.
-      wanted: names of the gradients that it computes, out of ``GRADIENTS``.
+      geometry: its cuts.
+      wanted: names of the gradients that it computes, those of ``kdagen.kernels.backward.call``.
       gate_rows: whether rate and bias of a raw gate are operands.
       output_cotangent, state_cotangent: whether they are operands; an absent one is 0.
+      packed: whether the call has segments, see ``kdagen.kernels.packing``.
       keep_inverse, keep_corrected: whether the forward kept them and they are operands; they are
         formed again where it did not.
       handover: what it hands from the relations to the rest.
@@ -40,6 +41,7 @@ class Backward:
     gate_rows: bool
     output_cotangent: bool
     state_cotangent: bool
+    packed: bool
     keep_inverse: bool
     keep_corrected: bool
     handover: Handover
@@ -72,6 +74,8 @@ class Refs(NamedTuple):
     value: Any
     gate: Any
     beta: Any
+    spans: Any
+    lengths: Any
     gate_rows: Any
     d_output: Any
     states: Any
@@ -86,6 +90,8 @@ class Refs(NamedTuple):
     d_initial: Any
     d_rows: Any
     d_state: Any
+    edges: Any
+    token_rows: Any
     handed: Any
 
 
@@ -93,6 +99,7 @@ def absent(kernel: Backward) -> dict[str, bool]:
     """Which fields of ``Refs`` a call has not."""
     return {
         "value": kernel.keep_corrected or not kernel.wants_chunk,
+        **dict.fromkeys(("spans", "lengths", "edges", "token_rows"), not kernel.packed),
         "gate_rows": not kernel.gate_rows,
         "d_output": not kernel.output_cotangent,
         "inverse": not kernel.keep_inverse,
@@ -119,6 +126,8 @@ class Step:
 
     Attributes:
       kernel, scale, lower_bound: of the call.
+      segments: of the entering block, or None.
+      entering, leaving: numbers of the two blocks.
       d_state: scratch [streams, KP, VP] f32, the cotangent of each stream's state.
     """
 
@@ -129,8 +138,9 @@ class Step:
         self._geometry, self._cut, self._refs = kernel.geometry, cut, refs
         self.d_state = refs.d_state
         step, last = pl.program_id(2), pl.num_programs(2) - 1 - DRAIN
-        self._entering = last - jnp.minimum(step, last)
-        self._leaving = last - jnp.maximum(step - DRAIN, 0)
+        self.entering = last - jnp.minimum(step, last)
+        self.leaving = last - jnp.maximum(step - DRAIN, 0)
+        self.segments = Segments(cut, refs.edges, refs.token_rows) if kernel.packed else None
         self._slot, self._other = remainder(step, 2), remainder(step + 1, 2)
         self._sums: dict[Any, list[Any]] = {}
 
@@ -139,6 +149,11 @@ class Step:
         ref = self._refs.handed[name]
         where = (self._slot, place) if part is None else (self._slot, place, part)
         ref[where] = x.astype(ref.dtype)
+
+    @property
+    def handed_over(self) -> Collection[str]:
+        """Names of what there is to hand over."""
+        return self._refs.handed.keys()
 
     def handed(self, name: str, place: int, part: int | None = None) -> jax.Array:
         """What was handed over for the leaving block."""
@@ -156,19 +171,19 @@ class Step:
 
     def query(self, item: int) -> jax.Array:
         """[C, KP] f32."""
-        return self._load(self._refs.query, self._cut.key_index(item), item, self._entering)
+        return self._load(self._refs.query, self._cut.key_index(item), item, self.entering)
 
     def key(self, item: int) -> jax.Array:
         """[C, KP] f32."""
-        return self._load(self._refs.key, self._cut.key_index(item), item, self._entering)
+        return self._load(self._refs.key, self._cut.key_index(item), item, self.entering)
 
     def value(self, item: int) -> jax.Array:
         """[C, VP] f32."""
-        return self._load(self._refs.value, self._value_index(item), item, self._leaving)
+        return self._load(self._refs.value, self._value_index(item), item, self.leaving)
 
     def gate(self, item: int) -> jax.Array:
         """[C, KP] f32."""
-        return self._load(self._refs.gate, self._gate_index(item), item, self._entering)
+        return self._load(self._refs.gate, self._gate_index(item), item, self.entering)
 
     def d_output(self, item: int, dtype: DTypeLike) -> jax.Array:
         """[C, VP] in ``dtype``."""
@@ -176,14 +191,15 @@ class Step:
         if self._refs.d_output is None:
             return jnp.zeros((geometry.chunk, self.d_state.shape[2]), dtype)
         where = self._value_index(item)
-        if extent.tokens % geometry.block == 0 and extent.value_dim % LANES == 0:
+        whole = extent.tokens % geometry.block == 0 or self.kernel.packed
+        if whole and extent.value_dim % LANES == 0:
             # as it lies: there and back it would pass through f32
             return self._refs.d_output[where].astype(dtype)
-        return self._load(self._refs.d_output, where, item, self._leaving).astype(dtype)
+        return self._load(self._refs.d_output, where, item, self.leaving).astype(dtype)
 
     def corrected(self, item: int) -> jax.Array:
         """E [C, VP] f32 that the forward kept."""
-        return self._load(self._refs.corrected, self._value_index(item), item, self._leaving)
+        return self._load(self._refs.corrected, self._value_index(item), item, self.leaving)
 
     def inverse(self, pack: int) -> jax.Array:
         """(I + N diag(b))^-1 [C, 128] of a pack of the entering block, that the forward kept."""
@@ -196,7 +212,17 @@ class Step:
 
     def beta(self, pack: int) -> jax.Array:
         """[1, 128] f32 of a pack of the entering block."""
+        return self._given_beta(pack) if self.segments is None else self.segments.strengths(pack)
+
+    def _given_beta(self, pack: int) -> jax.Array:
         return self._refs.beta[pack : pack + 1, :]
+
+    def arrange(self, row: jax.Array) -> None:
+        """What the relations take of segments, ahead of all stages; ``row`` is the group of batch
+        rows of the program."""
+        if self.segments is not None:
+            refs = self._refs
+            self.segments.arrange(refs.spans, refs.lengths, row, self.entering, self._given_beta)
 
     def gate_rows(self, item: int) -> tuple[jax.Array, jax.Array]:
         """exp(a_log) and the bias of a raw gate, rows [1, KP] f32."""
@@ -205,11 +231,12 @@ class Step:
 
     def inside(self, x: jax.Array, item: int, *, entering: bool = False) -> jax.Array:
         """x [C, D] f32 with 0 in rows past the end of the sequence."""
-        return self._inside(x, item, self._entering if entering else self._leaving)
+        return self._inside(x, item, self.entering if entering else self.leaving)
 
     def _inside(self, x: jax.Array, item: int, block: Any) -> jax.Array:
         geometry, tokens = self._geometry, self._cut.extent.tokens
-        if tokens % geometry.block == 0:
+        # of packed sequences nothing but zeros lies there, see ``packing.clear_padding``
+        if tokens % geometry.block == 0 or self.kernel.packed:
             return x
         n, *_ = geometry.place(item)
         left = tokens - block * geometry.block - n * geometry.chunk

@@ -25,7 +25,7 @@ from kdagen.kernels.backward_item import Item
 from kdagen.kernels.decay_tree import Level
 from kdagen.kernels.gate_gradients import parts
 from kdagen.kernels.lanes import BF16, F32, dot, index, quotient, remainder, rows, same_block, stack
-from kdagen.kernels.relations import _alternate as alternate
+from kdagen.kernels.relations import alternate
 from kdagen.kernels.tiling import SUBLANES
 
 

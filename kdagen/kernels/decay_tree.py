@@ -33,8 +33,7 @@ from kdagen.kernels.lanes import (
     same_block,
     stack,
 )
-from kdagen.kernels.relations import _rights as rights
-from kdagen.kernels.relations import _spread as spread
+from kdagen.kernels.relations import rights, spread
 from kdagen.kernels.tiling import LANES, SUBLANES
 
 
@@ -230,5 +229,5 @@ def assemble(made: Sequence[jax.Array], tree: Sequence[Level]) -> tuple[jax.Arra
 
 
 def has_diagonal(tree: Sequence[Level]) -> bool:
-    """Whether ``relations`` gives the diagonal of Q."""
+    """Whether ``assemble`` gives the diagonal of Q."""
     return tree[-1].base

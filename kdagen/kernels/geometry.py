@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from kdagen.kernels import gates
 from kdagen.kernels.lanes import BF16, F32, quotient
 from kdagen.kernels.tiling import LANES, SUBLANES, side_by_side
 
@@ -316,13 +317,6 @@ def widened(x: jax.Array) -> jax.Array:
     return jnp.concatenate([x, jnp.zeros((x.shape[0], missing), x.dtype)], axis=1)
 
 
-def rate(a_log: jax.Array | None, heads: int) -> jax.Array:
-    """exp(a_log), at most e^88: [HV] f32; 1 where there is none."""
-    if a_log is None:
-        return jnp.ones(heads, F32)
-    return jnp.exp(jnp.minimum(a_log.astype(F32), 88.0))
-
-
 def bias(given: jax.Array | None, heads: int, key_dim: int) -> jax.Array:
     """The bias of a raw gate, [HV, K] f32; 0 where there is none."""
     if given is None:
@@ -333,7 +327,8 @@ def bias(given: jax.Array | None, heads: int, key_dim: int) -> jax.Array:
 def gate_rows(
     a_log: jax.Array | None, shift: jax.Array | None, heads: int, key_dim: int
 ) -> jax.Array:
-    """``rate`` and ``bias`` as rows: [HV, 2, padded K] f32."""
-    rates = jnp.broadcast_to(rate(a_log, heads)[:, None], (heads, key_dim))
+    """``gates.rate``, 1 where there is none, and ``bias`` as rows: [HV, 2, padded K] f32."""
+    rates = jnp.ones(heads, F32) if a_log is None else gates.rate(a_log.astype(F32))
+    rates = jnp.broadcast_to(rates[:, None], (heads, key_dim))
     rows = jnp.stack([rates, bias(shift, heads, key_dim)], axis=1)
     return jnp.pad(rows, [(0, 0), (0, 0), (0, padded(key_dim) - key_dim)])

@@ -34,6 +34,7 @@ class Handover:
       norms: whether L2 normalisation is to be differentiated.
       gate, rate: whether the gradients of the gate, and of a_log, are wanted.
       corrected: whether corrected values are formed again.
+      packed: whether the ends of segments are wanted.
     """
 
     chunk: int
@@ -46,14 +47,16 @@ class Handover:
     gate: bool
     rate: bool
     corrected: bool
+    packed: bool
 
     def shapes(self, key_dim: int, value_dim: int) -> Shapes:
         """Shape and dtype of every array by name, for widths in whole registers.
 
         keys_to_end: k e; reads: (scale q d; k d) transposed; related: scale Q^T beside N^T; own:
         the diagonal of scale Q where the tree has none, in every lane; write: b in every lane;
-        whole: 2^total; the others as in ``kdagen.kernels.backward_item.Item``. Two slots
-        come first, then chunk-heads, or packs of them.
+        whole: 2^total; ends: as in ``kdagen.kernels.packing.Segments``; the others as in
+        ``kdagen.kernels.backward_item.Item``. Two slots come first, then chunk-heads, or packs of
+        them.
         """
         chunk, items = self.chunk, self.items
         packs = items * chunk // LANES
@@ -85,6 +88,8 @@ class Handover:
                 made["by_gate"] = (token, "float32")
             if self.rate:
                 made["by_log_rate"] = (token, "float32")
+        if self.packed:
+            made["ends"] = ((packs, 1, LANES), "float32")
         return {name: ((2, *shape), dtype) for name, (shape, dtype) in made.items()}
 
     def bytes(self, key_dim: int, value_dim: int) -> int:

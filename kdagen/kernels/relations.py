@@ -226,12 +226,12 @@ class Tree:
         # left out) to its end, and all of it
         before, after, total = decay, jnp.zeros_like(decay), decay
         while half < chunk:
-            factor = jnp.exp2(_alternate(after, before, half))
+            factor = jnp.exp2(alternate(after, before, half))
             self._columns[half] = column = key * factor
-            self._rows[half] = [_rights(query * factor, half), _rights(column, half)]
-            sibling = _alternate(_moved(total, -half), _moved(total, half), half)
-            before = _alternate(before, before + sibling, half)
-            after = _alternate(after + sibling, after, half)
+            self._rows[half] = [rights(query * factor, half), rights(column, half)]
+            sibling = alternate(_moved(total, -half), _moved(total, half), half)
+            before = alternate(before, before + sibling, half)
+            after = alternate(after + sibling, after, half)
             total = total + sibling
             half *= 2
         self._before, self._after, self._total = before, after, total
@@ -255,7 +255,7 @@ class Tree:
         )
 
 
-def _alternate(left: jax.Array, right: jax.Array, half: int) -> jax.Array:
+def alternate(left: jax.Array, right: jax.Array, half: int) -> jax.Array:
     """Rows of ``left`` in the left halves of blocks of 2 ``half`` rows, of ``right`` in others."""
     if half % SUBLANES:
         grouped = [x.reshape(-1, SUBLANES, x.shape[1]) for x in (left, right)]
@@ -275,16 +275,16 @@ def _moved(x: jax.Array, by: int) -> jax.Array:
     return stack([rows(x, cut, x.shape[0] - cut), rows(x, 0, cut)]) if cut else x
 
 
-def _rights(x: jax.Array, half: int) -> jax.Array:
+def rights(x: jax.Array, half: int) -> jax.Array:
     """[C/2, K]: all rows in right halves. Of the chunk's second half those stay where they are,
-    those of its first half fill the gaps; ``_spread`` is the way back."""
+    those of its first half fill the gaps; ``spread`` is the way back."""
     middle = x.shape[0] // 2
     first, second = rows(x, 0, middle), rows(x, middle, middle)
-    return second if half == middle else _alternate(_moved(first, -half), second, half)
+    return second if half == middle else alternate(_moved(first, -half), second, half)
 
 
-def _spread(x: jax.Array, half: int) -> jax.Array:
-    """[C, L] that has the rows x [C/2, L] of ``_rights`` in right halves, and anything in left."""
+def spread(x: jax.Array, half: int) -> jax.Array:
+    """[C, L] that has the rows x [C/2, L] of ``rights`` in right halves, and anything in left."""
     return stack([_moved(x, half), x])
 
 
@@ -388,7 +388,7 @@ def _by_level(
     for job in sorted(parts, key=lambda job: job.index):
         # rows and columns of one half-block have met at a smaller one
         met = same_block(row, column, job.index)
-        band = jnp.where(met, band, _spread(parts[job][side], job.index))
+        band = jnp.where(met, band, spread(parts[job][side], job.index))
     return band
 
 

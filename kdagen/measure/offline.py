@@ -7,7 +7,7 @@ its loop, and the time of the real length is extended from there.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdagen.chips import Chip, get_chip
@@ -40,16 +40,20 @@ def run(chip: str, problem: dict[str, Any], variant: dict[str, Any]) -> dict[str
         lambda: compiled(short, how, target),
         missing=missing_blocks(asked, how.block_tokens),
         floor=operands.floor_bytes(asked) + operands.residual_bytes(asked, how),
+        lengths=operands.lengths(short),
     )
 
 
-def figures(compiled: Callable[[], list[Schedule]], *, missing: int, floor: int) -> dict[str, Any]:
+def figures(
+    compiled: Callable[[], list[Schedule]], *, missing: int, floor: int, lengths: Sequence[int] = ()
+) -> dict[str, Any]:
     """What ``run`` returns, of a program with one kernel.
 
     Args:
       compiled: gives the schedules of the program.
       missing: blocks by which it is shorter than the real one.
       floor: bytes of operands and results at the real length.
+      lengths: of packed rows, as they were compiled.
 
     Raises:
       Rejected: the compiler refused, or the kernel is not the only one.
@@ -66,9 +70,10 @@ def figures(compiled: Callable[[], list[Schedule]], *, missing: int, floor: int)
     around = sum(_seconds_around(s) for s in schedules if not s.is_kernel)
     # length of the last grid axis at the real length; None where that was compiled
     steps = kernel.steps + missing if missing and kernel.steps else None
-    predicted = model.predict(kernel, steps=steps)
-    report = kernel.report()
-    bytes_in, bytes_out = _moved(kernel, steps)
+    scalars = told(kernel, lengths)
+    predicted = model.predict(kernel, steps=steps, scalars=scalars)
+    report = kernel.report(scalars)
+    bytes_in, bytes_out = _moved(kernel, steps, scalars)
     loop = report.main_loop
     rounds = loop.rounds + 1 if loop else 1
     return {
@@ -119,7 +124,13 @@ def missing_blocks(problem: Problem, block_tokens: int) -> int:
 def shortened(problem: Problem, block_tokens: int) -> Problem:
     """The problem with fewer blocks and the same rest in the last one: its code is the same."""
     missing = missing_blocks(problem, block_tokens)
-    return dataclasses.replace(problem, tokens=problem.tokens - missing * block_tokens)
+    tokens = problem.tokens - missing * block_tokens
+    segments = problem.segments
+    if segments is not None:
+        # as much padding; where a segment begins does not change the time
+        padding = problem.tokens - min(operands.lengths(problem))
+        segments = (max(tokens - padding, 0),)
+    return dataclasses.replace(problem, tokens=tokens, segments=segments)
 
 
 def program(problem: Problem, variant: Variant, chip: Chip) -> aot.CompiledFor:
@@ -160,8 +171,21 @@ def _seconds_around(schedule: Schedule) -> float:
         return 0.0
 
 
-def _moved(kernel: Schedule, steps: int | None) -> tuple[int, int]:
+def told(kernel: Schedule, lengths: Sequence[int]) -> dict[int, Sequence[int]] | None:
+    """What the walk of a kernel of packed sequences is told of them: which blocks hold padding is
+    all that its control depends on."""
+    if not lengths:
+        return None
+    shape = f"s32[{len(lengths)}]"
+    operands = kernel.listing.operands
+    (index,) = (x.index for x in operands if x.shape == shape and x.kind == "input")
+    return {index: lengths}
+
+
+def _moved(
+    kernel: Schedule, steps: int | None, scalars: dict[int, Sequence[int]] | None
+) -> tuple[int, int]:
     """Bytes from and to HBM at the real length, of all cores."""
-    walks = [kernel.walk(core=core) for core in range(kernel.cores)]
+    walks = [kernel.walk(scalars, core=core) for core in range(kernel.cores)]
     totals = [w.totals if steps is None else model.extend(kernel, w, steps) for w in walks]
     return round(sum(t.bytes_in for t in totals)), round(sum(t.bytes_out for t in totals))

@@ -10,9 +10,10 @@ import numpy as np
 
 from kdagen.kernels.tiling import LANES
 from kdagen.problem import Problem
+from kdagen.reference.packing import Packing
 from kdagen.variant import Variant
 
-BYTES = {"bfloat16": 2, "float32": 4}
+BYTES = {"bfloat16": 2, "float32": 4, "int32": 4}
 
 _PER_TOKEN = ("query", "key", "value", "gate")
 _WITH_HEADS = (*_PER_TOKEN, "beta", "output", "corrected", "d_output")
@@ -27,7 +28,8 @@ def inputs(problem: Problem) -> dict[str, Given]:
 
     query, key [H, B, T, K]; value [HV, B, T, V]; gate [HV, B, T, K]; beta [HV, B, T], or in layout
     "BTHD" [B, T, H, K] and so on; a_log [HV] and delta_time_bias [HV, K] for a raw gate;
-    initial_state [B, 1, HV, K, V] if there is one.
+    initial_state [B, 1, HV, K, V] if there is one; spans [B, 2, T] and lengths [B] of
+    ``kdagen.kernels.packing`` if there are segments.
     """
     value_heads = problem.value_heads
     raw = problem.gate != "log_decay"
@@ -47,7 +49,44 @@ def inputs(problem: Problem) -> dict[str, Given]:
         "a_log": ((value_heads,), "float32") if raw else None,
         "delta_time_bias": ((value_heads, problem.key_dim), "float32") if raw else None,
         "initial_state": (state, "float32") if problem.initial_state else None,
+        **packing_inputs(problem),
     }
+
+
+def packing_inputs(problem: Problem) -> dict[str, Given]:
+    """Those of ``inputs`` that tell of segments."""
+    packed = problem.segments is not None
+    return {
+        "spans": ((problem.batch, 2, problem.tokens), "int32") if packed else None,
+        "lengths": ((problem.batch,), "int32") if packed else None,
+    }
+
+
+def boundaries(problem: Problem) -> np.ndarray | None:
+    """Those of the segments, [B, N + 1] int32, alike in all rows; None without segments."""
+    segments = problem.segments
+    if segments is None:
+        return None
+    if isinstance(segments, int):
+        edges = np.arange(segments + 1) * problem.tokens // segments
+    else:
+        edges = np.cumsum([0, *segments])
+    return np.tile(edges.astype(np.int32), (problem.batch, 1))
+
+
+def lengths(problem: Problem) -> list[int]:
+    """Tokens of every row that are no padding; empty without segments."""
+    found = boundaries(problem)
+    return [] if found is None else found[:, -1].tolist()
+
+
+def packing(problem: Problem) -> dict[str, Any]:
+    """Values of ``packing_inputs``."""
+    found = boundaries(problem)
+    if found is None:
+        return {}
+    made = Packing.of(found, problem.tokens)
+    return {"spans": made.spans, "lengths": made.lengths}
 
 
 def projected(problem: Problem) -> dict[str, Given]:
@@ -142,7 +181,10 @@ def draw(problem: Problem, seed: int) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     problem = dataclasses.replace(problem, layout="HBTD")
     wanted = {name: given for name, given in inputs(problem).items() if given is not None}
-    values = {name: rng.standard_normal(shape) for name, (shape, _) in wanted.items()}
+    told = packing(problem)
+    values = {
+        name: rng.standard_normal(shape) for name, (shape, _) in wanted.items() if name not in told
+    }
     if not problem.qk_l2norm:
         for name in ("query", "key"):
             values[name] /= np.linalg.norm(values[name], axis=-1, keepdims=True)
@@ -157,4 +199,4 @@ def draw(problem: Problem, seed: int) -> dict[str, Any]:
     else:
         values["gate"] *= 4.0
         values["a_log"] *= 0.5
-    return {name: jnp.asarray(x, wanted[name][1]) for name, x in values.items()}
+    return {name: jnp.asarray(x, wanted[name][1]) for name, x in (values | told).items()}

@@ -60,13 +60,22 @@ def reduced(problem: Problem, variant: Variant, least_heads: int = 1) -> Problem
     group = problem.value_heads // problem.heads
     program = lcm(variant.heads, group)
     programs = max(2, -(-least_heads * group // program))
+    tokens = 3 * variant.block_tokens + variant.chunk // 2 + 5
     return dataclasses.replace(
         problem,
-        tokens=3 * variant.block_tokens + variant.chunk // 2 + 5,
+        tokens=tokens,
+        segments=None if problem.segments is None else _segments(tokens, variant.chunk),
         batch=2 * variant.rows,
         heads=programs * program // group,
         value_heads=programs * program,
     )
+
+
+def _segments(tokens: int, chunk: int) -> tuple[int, ...]:
+    """Lengths that tell: several segments within a chunk, none and single tokens among them, one
+    that ends where a chunk does, a whole chunk, and one of several; and a little padding."""
+    first = (chunk // 2 + 3, 1, 0, 1, chunk // 2 - 5, chunk)
+    return (*first, tokens - sum(first) - 3)
 
 
 def relative_errors(
@@ -123,7 +132,13 @@ def static_arguments(problem: Problem) -> dict[str, Any]:
     }
 
 
+def told(problem: Problem, values: dict[str, Any]) -> dict[str, Any]:
+    """What the recurrence in float64 is told of a problem and its operands."""
+    arrays = {name: x for name, x in values.items() if name not in operands.packing_inputs(problem)}
+    return {**arrays, **static_arguments(problem), "boundaries": operands.boundaries(problem)}
+
+
 def reference(problem: Problem, values: dict[str, Any]) -> dict[str, np.ndarray]:
     """Output, and final state where the problem asks for it, in float64."""
-    output, state = recurrent_float64(**values, **static_arguments(problem))
+    output, state = recurrent_float64(**told(problem, values))
     return {"output": output, "final_state": state} if problem.final_state else {"output": output}

@@ -120,8 +120,7 @@ def reference(
 ) -> dict[str, np.ndarray]:
     """The same in float64."""
     output, state, grads = recurrent_float64_vjp(
-        **values,
-        **verify.static_arguments(problem),
+        **verify.told(problem, values),
         output_cotangent=given["d_output"],
         state_cotangent=given.get("d_final"),
     )

@@ -14,6 +14,7 @@ import numpy as np
 
 from kdagen.reference.layout import heads_first_shape
 from kdagen.reference.options import Options
+from kdagen.reference.packing import Packing
 from kdagen.runtime import segments
 
 LAYOUTS = ("HBTD", "BTHD")
@@ -32,16 +33,13 @@ class Call:
         or all of those with the heads behind the tokens where `options.layout` is "BTHD"; a_log
         [HV], delta_time_bias [HV, K] and initial_state [B, N, HV, K, V], or None where the call
         has none or does not use it.
-      boundaries: int32 [B, N + 1], or None without segments.
-      valid: bool [B], False for rows of traced segments that break the rules; None if all are
-        known to be right.
+      packing: where the segments lie, or None without any.
       options: the static part.
       implementations: names to try in order; empty for the default.
     """
 
     operands: dict[str, jax.Array | None]
-    boundaries: jax.Array | None
-    valid: jax.Array | None
+    packing: Packing | None
     options: Options
     implementations: tuple[str, ...]
 
@@ -189,21 +187,11 @@ def _gate_parameters(
     return None if a_log is None else jnp.asarray(a_log), bias, lower_bound
 
 
-def _integers(name: str, x: Any) -> Any:
-    if not jnp.issubdtype(_array(name, x).dtype, jnp.integer):
-        raise ValueError(f"{name}: got dtype {x.dtype}; it must be an integer type")
-    return x
-
-
-def _segments(
+def _packing(
     segment_ids: Any, cu_seqlens: Any, max_num_segments: Any, state: Any, batch: int, tokens: int
-) -> tuple[jax.Array | None, jax.Array | None, int]:
-    """Boundaries and valid rows (see `Call`), and the number of state slots N."""
-    if max_num_segments is not None:
-        if not isinstance(max_num_segments, numbers.Integral) or isinstance(max_num_segments, bool):
-            raise TypeError(f"max_num_segments: got {max_num_segments!r}; it must be an integer")
-        if max_num_segments < 1:
-            raise ValueError(f"max_num_segments: got {max_num_segments}; it must be 1 or more")
+) -> tuple[Packing | None, int]:
+    """Where the segments lie, None without any, and the number of state slots N."""
+    asked = segments.slot_count(max_num_segments)
     if segment_ids is not None and cu_seqlens is not None:
         raise ValueError("cu_seqlens: got it together with segment_ids; only one may be given")
     of_state = None
@@ -214,44 +202,39 @@ def _segments(
                 "[B, N, HV, K, V]"
             )
         of_state = state.shape[1]
-    if cu_seqlens is not None:
-        _integers("cu_seqlens", cu_seqlens)
-        shape = tuple(cu_seqlens.shape)
-        if not (len(shape) == 2 and shape[0] == batch) and not (len(shape) == 1 and batch == 1):
-            takes = f"[B, N + 1] with B = {batch}" + (", or [N + 1]" if batch == 1 else "")
-            raise ValueError(f"cu_seqlens: got shape {shape}; it must be {takes}")
-        if shape[-1] < 2:
-            raise ValueError(f"cu_seqlens: got shape {shape}; it must hold 2 boundaries or more")
-        slots = shape[-1] - 1
+    packing = None
+    if isinstance(segment_ids, Packing):
+        packing, of_slots = segment_ids, "that of segment_ids"
+        _shape("segment_ids", packing.spans, (batch, 2, tokens), "a packing of [B, 2, T]")
+        slots = packing.slots
+    elif cu_seqlens is not None:
+        segments.integers("cu_seqlens", cu_seqlens)
+        segments.lengths_shape(cu_seqlens, batch)
+        slots, of_slots = cu_seqlens.shape[-1] - 1, "the number in cu_seqlens"
     elif segment_ids is not None:
-        _shape("segment_ids", _integers("segment_ids", segment_ids), (batch, tokens), "[B, T]")
-        if max_num_segments is None and of_state is None:
+        segments.integers("segment_ids", segment_ids)
+        _shape("segment_ids", segment_ids, (batch, tokens), "[B, T]")
+        if asked is None and of_state is None:
             raise ValueError(
                 "max_num_segments: got None; segment_ids without initial_state need the number of "
                 "segment slots"
             )
-        slots = int(max_num_segments) if max_num_segments is not None else of_state
+        slots = of_state if asked is None else asked  # type: ignore[assignment]
+        of_slots = "that of max_num_segments"
     else:
-        slots = 1
-    for name, number in (("max_num_segments", max_num_segments), ("initial_state", of_state)):
+        slots, of_slots = 1, "since the call has no segments"
+    for name, number in (("max_num_segments", asked), ("initial_state", of_state)):
         if number is not None and number != slots:
             raise ValueError(
-                f"{name}: got N = {number} segment slots; it must be {slots}, "
-                + (
-                    "the number in cu_seqlens"
-                    if cu_seqlens is not None
-                    else "that of max_num_segments"
-                    if segment_ids is not None
-                    else "since the call has no segments"
-                )
+                f"{name}: got N = {number} segment slots; it must be {slots}, {of_slots}"
             )
     if cu_seqlens is not None:
         edges, valid = segments.boundaries_from_lengths(cu_seqlens, batch, tokens)
-    elif segment_ids is not None:
+        packing = Packing.of(edges, tokens, valid)
+    elif segment_ids is not None and packing is None:
         edges, valid = segments.boundaries_from_ids(segment_ids, slots)
-    else:
-        return None, None, slots
-    return jnp.asarray(edges), valid, slots
+        packing = Packing.of(edges, tokens, valid)
+    return (None if packing is None else jax.tree.map(jnp.asarray, packing)), slots
 
 
 def check_call(
@@ -288,7 +271,7 @@ def check_call(
     log, bias, bound = _gate_parameters(
         a_log, delta_time_bias, lower_bound, raw, value_heads, width_k
     )
-    edges, valid, slots = _segments(
+    packing, slots = _packing(
         segment_ids, cu_seqlens, max_num_segments, initial_state, batch, tokens
     )
     if initial_state is not None:
@@ -306,4 +289,4 @@ def check_call(
         residuals=residuals,
         layout=layout,
     )
-    return Call(operands, edges, valid, options, names)
+    return Call(operands, packing, options, names)

@@ -17,11 +17,16 @@ import jax.numpy as jnp
 
 from kdagen.reference import chunked
 from kdagen.reference.options import Options
+from kdagen.reference.packing import Packing
 from kdagen.reference.recurrent import recurrent
 from kdagen.reference.varying import as_varying, varying_axes
 
 Operands = dict[str, jax.Array | None]
 Kept = dict[str, jax.Array]
+
+
+def _boundaries(packing: Packing | None) -> jax.Array | None:
+    return None if packing is None else packing.boundaries
 
 
 class Computed(NamedTuple):
@@ -52,14 +57,14 @@ class Implementation(Protocol):
         """With what depends on whether the call is differentiated chosen; it may warn."""
         ...
 
-    def forward(self, operands: Operands, boundaries: jax.Array | None, keep: bool) -> Computed:
+    def forward(self, operands: Operands, packing: Packing | None, keep: bool) -> Computed:
         """`keep`: the call is differentiated, and may keep what its backward can use."""
         ...
 
     def backward(
         self,
         operands: Operands,
-        boundaries: jax.Array | None,
+        packing: Packing | None,
         kept: Kept,
         cotangents: Cotangents,
         wanted: tuple[str, ...],
@@ -77,10 +82,10 @@ class Chunked:
     def settled(self, differentiated: bool) -> Chunked:
         return self
 
-    def forward(self, operands: Operands, boundaries: jax.Array | None, keep: bool) -> Computed:
+    def forward(self, operands: Operands, packing: Packing | None, keep: bool) -> Computed:
         keep = keep and self.options.residuals != "rematerialize"
         output, final, states = chunked.forward(
-            operands, boundaries, self.options, keep_states=keep
+            operands, _boundaries(packing), self.options, keep_states=keep
         )
         assert output is not None
         return Computed(output, final, {} if states is None else {"chunk_states": states})
@@ -88,13 +93,14 @@ class Chunked:
     def backward(
         self,
         operands: Operands,
-        boundaries: jax.Array | None,
+        packing: Packing | None,
         kept: Kept,
         cotangents: Cotangents,
         wanted: tuple[str, ...],
     ) -> dict[str, jax.Array]:
         states = kept.get("chunk_states")
-        return chunked.backward(operands, boundaries, states, *cotangents, wanted, self.options)
+        edges = _boundaries(packing)
+        return chunked.backward(operands, edges, states, *cotangents, wanted, self.options)
 
 
 @dataclass(frozen=True)
@@ -106,18 +112,20 @@ class Recurrent:
     def settled(self, differentiated: bool) -> Recurrent:
         return self
 
-    def forward(self, operands: Operands, boundaries: jax.Array | None, keep: bool) -> Computed:
-        output, state = recurrent(operands, boundaries, self.options)
+    def forward(self, operands: Operands, packing: Packing | None, keep: bool) -> Computed:
+        output, state = recurrent(operands, _boundaries(packing), self.options)
         return Computed(output, state if self.options.output_final_state else None, {})
 
     def backward(
         self,
         operands: Operands,
-        boundaries: jax.Array | None,
+        packing: Packing | None,
         kept: Kept,
         cotangents: Cotangents,
         wanted: tuple[str, ...],
     ) -> dict[str, jax.Array]:
+        boundaries = _boundaries(packing)
+
         def run(moving: Operands) -> tuple[jax.Array, jax.Array]:
             return recurrent({**operands, **moving}, boundaries, self.options)
 
@@ -153,29 +161,29 @@ class ByPlatform:
             elsewhere=self.elsewhere.settled(differentiated),
         )
 
-    def forward(self, operands: Operands, boundaries: jax.Array | None, keep: bool) -> Computed:
+    def forward(self, operands: Operands, packing: Packing | None, keep: bool) -> Computed:
         keep = keep and self.on_tpu == self.elsewhere
 
-        def run(one: Implementation, operands: Operands, boundaries: Any) -> Computed:
-            return one.forward(operands, boundaries, keep)
+        def run(one: Implementation, operands: Operands, packing: Any) -> Computed:
+            return one.forward(operands, packing, keep)
 
-        return self._where_it_runs(run, _told(operands, self.notes), boundaries)
+        return self._where_it_runs(run, _told(operands, self.notes), packing)
 
     def backward(
         self,
         operands: Operands,
-        boundaries: jax.Array | None,
+        packing: Packing | None,
         kept: Kept,
         cotangents: Cotangents,
         wanted: tuple[str, ...],
     ) -> dict[str, jax.Array]:
         def run(
-            one: Implementation, operands: Operands, edges: Any, kept: Kept, cotangents: Cotangents
+            one: Implementation, operands: Operands, packing: Any, kept: Kept, given: Cotangents
         ) -> dict[str, jax.Array]:
-            return one.backward(operands, edges, kept, cotangents, wanted)
+            return one.backward(operands, packing, kept, given, wanted)
 
         told = _told(operands, self.notes)
-        return self._where_it_runs(run, told, boundaries, kept, cotangents)
+        return self._where_it_runs(run, told, packing, kept, cotangents)
 
     def _where_it_runs(self, run: Callable[..., Any], *arrays: Any) -> Any:
         if self.on_tpu == self.elsewhere:

@@ -119,10 +119,10 @@ def kimi_delta_attention(
         context_parallel=context_parallel, layout=layout, residuals=residuals,
         implementation=implementation,
     )  # fmt: skip
-    output, final = attend(_implementation(call, find_target()), call.operands, call.boundaries)
-    if call.valid is not None:
+    output, final = attend(_implementation(call, find_target()), call.operands, call.packing)
+    if call.packing is not None and call.packing.valid is not None:
         # Multiplied rather than selected, so that the gradients of such a row are NaN as well.
-        poison = jnp.where(call.valid, 1.0, jnp.nan)
+        poison = jnp.where(call.packing.valid, 1.0, jnp.nan)
         rows = (-1, 1, 1) if layout == "HBTD" else (-1, 1, 1, 1)
         output = output * poison.reshape(rows).astype(output.dtype)
         if final is not None:

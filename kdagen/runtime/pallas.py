@@ -13,6 +13,7 @@ from kdagen.gradient.variant import Request
 from kdagen.problem import TUNED, Problem
 from kdagen.reference.layout import heads_first_shape
 from kdagen.reference.options import PER_TOKEN, Options
+from kdagen.reference.packing import Packing
 from kdagen.reference.varying import varying_alike
 from kdagen.runtime.arguments import Call
 from kdagen.runtime.batching import over_rows
@@ -73,8 +74,8 @@ class Fused:
         except VariantError as error:
             raise NoKernelError(str(error)) from error
 
-    def forward(self, operands: Operands, boundaries: jax.Array | None, keep: bool) -> Computed:
-        assert boundaries is None
+    def forward(self, operands: Operands, packing: Packing | None, keep: bool) -> Computed:
+        operands = operands | _told(packing)
         if self.step is None:
             assert self.forward_variant is not None
             results = self._forward(self.problem, self.forward_variant, operands)
@@ -101,18 +102,19 @@ class Fused:
     def backward(
         self,
         operands: Operands,
-        boundaries: jax.Array | None,
+        packing: Packing | None,
         kept: Kept,
         cotangents: Cotangents,
         wanted: tuple[str, ...],
     ) -> dict[str, jax.Array]:
         if self.step is None:
             chunked = Chunked(self.options)
-            return chunked.backward(operands, boundaries, kept, cotangents, wanted)
+            return chunked.backward(operands, packing, kept, cotangents, wanted)
         from kdagen.generate import load
         from kdagen.gradient import source
 
         problem = keeping(self.problem)
+        operands = operands | _told(packing)
         if not kept:
             found = self._forward(problem, self.step.forward, operands)
             kept = {name: x for name, x in found.items() if name in _KEPT and x is not None}
@@ -123,7 +125,7 @@ class Fused:
         )
         chip = get_chip(self.chip)
         module = load(source.generate(problem, request, self.step.backward, chip))
-        taken = [*PER_TOKEN, "a_log", "delta_time_bias"]
+        taken = [*PER_TOKEN, "a_log", "delta_time_bias", *_told(packing)]
         given = {name: operands[name] for name in taken}
         given |= {argument: kept.get(name) for name, argument in _KEPT.items()}
         given |= {"d_output": cotangents.output, "d_final": cotangents.final_state}
@@ -143,7 +145,10 @@ class Fused:
     def _rows(self) -> dict[str, int]:
         """The axis of the batch rows in every array that has them."""
         per_token = (*PER_TOKEN, "output", "corrected", "d_output")
-        of_row = ("initial_state", "final_state", "chunk_states", "states", "inverse", "d_final")
+        of_row = (
+            "initial_state", "final_state", "chunk_states", "states", "inverse", "d_final",
+            "spans", "lengths",
+        )  # fmt: skip
         axis = 1 if self.options.layout == "HBTD" else 0
         return {**dict.fromkeys(per_token, axis), **dict.fromkeys(of_row, 0)}
 
@@ -151,6 +156,13 @@ class Fused:
 # What a forward keeps, by its name for `checkpoint_name`, and what the backward calls it.
 _KEPT = {"chunk_states": "states", "inverse": "inverse", "corrected": "corrected"}
 _FIELDS = {argument: name for name, argument in _KEPT.items()}
+
+
+def _told(packing: Packing | None) -> Operands:
+    """What the kernels are told of segments."""
+    if packing is None:
+        return {"spans": None, "lengths": None}
+    return {"spans": packing.spans, "lengths": packing.lengths}
 
 
 def problem_of(call: Call) -> Problem:
@@ -180,7 +192,7 @@ def problem_of(call: Call) -> Problem:
         layout=options.layout,
         precision=_precision(query.dtype.name),
         # Which kernel serves depends on there being a packing and not on its lengths.
-        segments=None if call.boundaries is None else 1,
+        segments=None if call.packing is None else 1,
     )
 
 

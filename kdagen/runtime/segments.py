@@ -1,12 +1,99 @@
-"""Packed sequences: segment ids or cumulative lengths in, boundaries of the segments out."""
+"""Packed sequences: segment ids or cumulative lengths in, where the segments lie out."""
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from kdagen.reference.packing import Packing
+
+
+def pack_segments(
+    segment_ids: Any = None,
+    *,
+    cu_seqlens: Any = None,
+    max_num_segments: int | None = None,
+    batch: int = 1,
+    tokens: int | None = None,
+) -> Packing:
+    """What `kimi_delta_attention` finds out about its segments, for several calls at once.
+
+    A stack of layers that share a packing pays once if the result is passed as `segment_ids` to
+    every one of them. It is a pytree of arrays: it may cross jit, scan and checkpoint.
+
+    Args:
+      segment_ids, max_num_segments: [B, T] integers and the number N of segment slots; or
+      cu_seqlens, batch, tokens: [N + 1] or [B, N + 1] integers, B and T. All of them are as in
+        `kimi_delta_attention`, and may be traced.
+
+    Raises:
+      ValueError: both or neither are given, something is missing, or they break the rules.
+      TypeError: an argument of a wrong type.
+    """
+    if (segment_ids is None) == (cu_seqlens is None):
+        raise ValueError("segment_ids: give either them or cu_seqlens")
+    if cu_seqlens is not None:
+        if tokens is None:
+            raise ValueError("tokens: got None; cu_seqlens need the sequence length T")
+        integers("cu_seqlens", cu_seqlens)
+        if cu_seqlens.ndim == 2 and batch == 1:
+            batch = cu_seqlens.shape[0]
+        lengths_shape(cu_seqlens, batch)
+        boundaries, valid = boundaries_from_lengths(cu_seqlens, batch, tokens)
+        return Packing.of(boundaries, tokens, valid)
+    if integers("segment_ids", segment_ids).ndim != 2:
+        raise ValueError(f"segment_ids: got shape {segment_ids.shape}; it must be [B, T]")
+    slots = slot_count(max_num_segments)
+    if slots is None:
+        raise ValueError("max_num_segments: got None; segment_ids need the number of segment slots")
+    boundaries, valid = boundaries_from_ids(segment_ids, slots)
+    return Packing.of(boundaries, segment_ids.shape[1], valid)
+
+
+def integers(name: str, x: Any) -> Any:
+    """x, an array of integers.
+
+    Raises:
+      TypeError, ValueError: it is none.
+    """
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise TypeError(f"{name}: got {type(x).__name__}; it must be a jax.Array or numpy.ndarray")
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"{name}: got dtype {x.dtype}; it must be an integer type")
+    return x
+
+
+def slot_count(x: Any) -> int | None:
+    """`max_num_segments` of a call.
+
+    Raises:
+      TypeError, ValueError: no integer of 1 or more.
+    """
+    if x is None:
+        return None
+    if not isinstance(x, numbers.Integral) or isinstance(x, bool):
+        raise TypeError(f"max_num_segments: got {x!r}; it must be an integer")
+    if x < 1:
+        raise ValueError(f"max_num_segments: got {x}; it must be 1 or more")
+    return int(x)
+
+
+def lengths_shape(cu_seqlens: Any, batch: int) -> None:
+    """Holds the shape of cumulative lengths of B rows.
+
+    Raises:
+      ValueError: it is neither [B, N + 1] nor, for one row, [N + 1].
+    """
+    shape = tuple(cu_seqlens.shape)
+    if not (len(shape) == 2 and shape[0] == batch) and not (len(shape) == 1 and batch == 1):
+        takes = f"[B, N + 1] with B = {batch}" + (", or [N + 1]" if batch == 1 else "")
+        raise ValueError(f"cu_seqlens: got shape {shape}; it must be {takes}")
+    if shape[-1] < 2:
+        raise ValueError(f"cu_seqlens: got shape {shape}; it must hold 2 boundaries or more")
 
 
 def _comparable(x: jax.Array) -> jax.Array:
