@@ -105,14 +105,14 @@ def data_sets(options: argparse.Namespace) -> Iterator[Data]:
             for key_dim, value_dim in options.width:
                 problem = alter(key_dim=key_dim, value_dim=value_dim)
                 if (key_dim, value_dim) == WIDTHS[0]:
-                    # a tensor of one number a head, as the gradient of a_log, may be near 0
+                    # of parameters, gradients are sums over all tokens: one may be near 0
                     full = not options.quick
                     copies = 4 if options.gradients and gate != "log_decay" and full else 1
                     yield Data(problem, kinds.every(problem), copies=copies, differentiated=full)
                 elif gate == "log_decay" or (key_dim, value_dim) == (100, 129):
                     precise = dataclasses.replace(problem, tokens=150, precision="highest")
                     given = kinds.telling(precise)
-                    copies = 8 if key_dim * value_dim == 1 else 1
+                    copies = 8 if key_dim * value_dim == 1 else 1 if gate == "log_decay" else 4
                     yield Data(
                         dataclasses.replace(problem, tokens=150), given, copies=copies,
                         differentiated=not options.quick,
@@ -125,6 +125,10 @@ def data_sets(options: argparse.Namespace) -> Iterator[Data]:
             yield Data(alter(tokens=150, layout="BTHD"), kinds.telling(plain), copies=4)
             for tokens in (1, 7):
                 yield Data(alter(tokens=tokens), kinds.telling(plain), copies=8)
+            reflecting = (Kind(kinds.SLOW[gate], "random", True),)
+            for width in (64, 128):
+                many = alter(tokens=1024, key_dim=width, value_dim=width)
+                yield Data(many, reflecting, copies=3, differentiated=False)
             if gate == "log_decay":
                 yield Data(plain, tuple(Kind(x) for x in LADDER), "ladder")
                 long = alter(tokens=PARTS[-1], initial_state=False)

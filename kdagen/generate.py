@@ -136,6 +136,8 @@ def generate(problem: Problem, variant: Variant, chip: Chip) -> Generated:
                 floor=TOKEN_FLOOR if variant.decay == "unbounded" else LOG_DECAY_FLOOR,
                 exact=problem.exact,
                 packed=problem.segments is not None,
+                segment_states=problem.segments is not None
+                and (problem.initial_state or problem.final_state),
                 wide_inverse=variant.inverse_dtype == "float32",
                 vmem_limit_bytes=variant.vmem_limit_mib * MIB or None,
                 kernel_name=f"kda_forward_{short}",

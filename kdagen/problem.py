@@ -23,8 +23,10 @@ MAX_HEAD_DIM = 256
 _LEAST_BFLOAT16_KEY_DIM = 32
 
 # With an inverse in bfloat16 and chunks of 64, the output of 1024 tokens of hardly any decay is off
-# by 5.2e-3 at 48 channels and by 4.9e-3 at 64; with one above bfloat16 by 3.7e-3 at 32.
-_LEAST_BFLOAT16_INVERSE_KEY_DIM = 64
+# by 5.2e-3 at 48 channels and by 4.9e-3 at 64; with one above bfloat16 by 3.7e-3 at 32. Where writes
+# reflect, the final state at 64 channels is off by 9e-3 under a bounded gate and by 1.1e-2 under a
+# softplus, of 1e-2.
+_LEAST_BFLOAT16_INVERSE_KEY_DIM = {"bounded": 64, "softplus": 80, "log_decay": 80}
 
 # Facts a kernel is not specialised on: it walks chunks whatever the length or batch, and takes the
 # bound as an operand. They are kept in a Problem because a modelled time needs them.
@@ -147,6 +149,13 @@ class Problem:
         self._require("segments", ok, takes)
 
     @property
+    def slots(self) -> int:
+        """State slots N of a call: one for each segment."""
+        if self.segments is None:
+            return 1
+        return self.segments if isinstance(self.segments, int) else len(self.segments)
+
+    @property
     def exact(self) -> bool:
         """Whether a kernel multiplies float32 operands: for float32, and for keys so narrow that
         roundings to bfloat16 do not average out over the channels."""
@@ -161,7 +170,7 @@ class Problem:
     def wide_inverse(self) -> bool:
         """Whether a kernel must form and apply its inverse above bfloat16: for hard keys, where
         they are asked for, and for narrow ones."""
-        narrow = self.key_dim < _LEAST_BFLOAT16_INVERSE_KEY_DIM
+        narrow = self.key_dim < _LEAST_BFLOAT16_INVERSE_KEY_DIM[self.gate]
         return self.exact or narrow or self.precision == "highest"
 
     def to_dict(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ def inputs(
     """Shape and dtype name of every array argument in its order, None if it is absent.
 
     query, key [H, B, T, K]; value [HV, B, T, V]; gate [HV, B, T, K]; beta [HV, B, T]; a_log [HV]
-    and delta_time_bias [HV, K] of a raw gate; spans [B, 2, T] and lengths [B] of
+    and delta_time_bias [HV, K] of a raw gate; spans [B, 2, T] and boundaries [B, N + 1] of
     ``kdagen.kernels.packing`` if there are segments; the residuals of
     ``kdagen.kernels.forward.Results``, states being of dtype ``states``; d_output as value;
     d_final [B, 1, HV, K, V]. In layout "BTHD" the first five and d_output are [B, T, H, D].
@@ -44,7 +44,7 @@ def inputs(
         "a_log": ((heads,), "float32") if raw else None,
         "delta_time_bias": ((heads, problem.key_dim), "float32") if raw else None,
         "spans": ((rows, 2, problem.tokens), "int32") if packed else None,
-        "lengths": ((rows,), "int32") if packed else None,
+        "boundaries": ((rows, problem.slots + 1), "int32") if packed else None,
         "states": ((rows, heads, blocks * variant.chunks, key_dim, value_dim), states),
         "inverse": ((*groups, packs, variant.chunk, LANES), problem.dtype)
         if variant.keep_inverse

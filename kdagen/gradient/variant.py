@@ -30,7 +30,6 @@ from kdagen.variant import (
     VariantError,
     Violation,
     beyond_chunks,
-    beyond_packing,
     beyond_vmem,
     chunks,
 )
@@ -162,7 +161,13 @@ def check(variant: BackwardVariant, problem: Problem, chip: Chip) -> Violation |
 
 
 def _served(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | None:
-    return beyond_packing(problem)
+    for name in ("initial_state", "final_state"):
+        if problem.segments is not None and getattr(problem, name):
+            return (
+                f"{name}=True with segments={problem.segments!r} of the problem: the kernel serves "
+                "packed sequences without states of their segments"
+            )
+    return None
 
 
 def _values(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | None:

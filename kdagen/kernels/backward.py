@@ -95,7 +95,7 @@ def call(
     a_log: jax.Array | None,
     delta_time_bias: jax.Array | None,
     spans: jax.Array | None,
-    lengths: jax.Array | None,
+    boundaries: jax.Array | None,
     states: jax.Array | None,
     inverse: jax.Array | None,
     corrected: jax.Array | None,
@@ -115,7 +115,7 @@ def call(
       stages: makes the stages from a grid step; slots: the order of their segments.
       query, key: [H, B, T, K]; gate: [HV, B, T, K]; value: [HV, B, T, V]; beta: [HV, B, T].
       a_log: [HV] f32 or None (a rate of 1); delta_time_bias: [HV, K] f32 or None.
-      spans [B, 2, T], lengths [B]: see ``kdagen.kernels.packing``; given exactly where
+      spans [B, 2, T], boundaries [B, N + 1]: see ``kdagen.kernels.packing``; given exactly where
         ``kernel.packed``.
       states, inverse, corrected: that a forward of the same chunks kept, see
         ``kdagen.kernels.forward.Results``; the last two exactly where ``kernel`` says so.
@@ -164,7 +164,7 @@ def call(
         **{name: functools.partial(cut.view, x) for name, x in tensors.items()},
         "beta": lambda: cut.lane_rows(beta),
         "spans": lambda: packing.spans_view(cut, _present("spans", spans)),
-        "lengths": lambda: _present("lengths", lengths),
+        "lengths": lambda: _present("boundaries", boundaries)[:, -1],
         "gate_rows": lambda: gate_rows(a_log, delta_time_bias, extent.value_heads, key_dim),
         "d_output": lambda: cut.view(_present("d_output", d_output)),
         "states": lambda: _present("states", states),

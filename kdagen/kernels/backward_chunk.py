@@ -37,6 +37,7 @@ from kdagen.kernels.lanes import (
     FULL,
     NT,
     SPLIT,
+    beside,
     dot,
     index,
     parts,
@@ -199,8 +200,8 @@ def gradients(
 def _with_written(item: Item, dtype: DTypeLike, passes: int) -> jax.Array:
     """(dout; -dR; dS') P^T [2C + K, C] f32.
 
-    The gradient of a decay may hang on a few pairs of tokens, whose dQ and dN are small by chance:
-    they take P in two parts where the others take it in bf16.
+    The gradient of a decay may hang on a few pairs of tokens, whose products are small by chance: P
+    is taken in two parts.
     """
     written = item.corrected() * item.write
     # dS' P^T beside them costs no weights of its own, as P dS'^T would
@@ -208,9 +209,7 @@ def _with_written(item: Item, dtype: DTypeLike, passes: int) -> jax.Array:
     if dtype == F32:
         return dot(every, written, NT, dtype, passes)
     high, low = parts(written, F32, SPLIT)
-    made, count = dot(every, high, NT, dtype), item.both.shape[0]
-    rest = dot(item.both, low, NT, dtype)
-    return stack([rows(made, 0, count) + rest, rows(made, count, made.shape[0] - count)])
+    return dot(every, high, NT, dtype) + dot(every, low, NT, dtype)
 
 
 def _along_values(state: jax.Array, d_state: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -218,5 +217,6 @@ def _along_values(state: jax.Array, d_state: jax.Array, dtype: DTypeLike) -> jax
     if dtype == F32:
         product = jnp.sum(state.astype(F32) * d_state.astype(F32), axis=1, keepdims=True)
         return rows(jnp.transpose(jnp.broadcast_to(product, (state.shape[0], 8))), 0, 1)
-    product = state.astype(dtype) * d_state.astype(dtype)
-    return rows(dot(jnp.ones((8, state.shape[1]), dtype), product, NT, dtype), 0, 1)
+    product = state.astype(F32) * d_state.astype(F32)
+    split = beside(parts(product, F32, SPLIT))
+    return rows(dot(jnp.ones((8, split.shape[1]), dtype), split, NT, dtype), 0, 1)

@@ -17,11 +17,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kdagen.kernels import gates, lockstep, packing
+from kdagen.kernels import gates, lockstep, packing, segment_states
 from kdagen.kernels.forward_step import Forward, Refs, Step
 from kdagen.kernels.geometry import Cut, Extent, padded, widened
 from kdagen.kernels.lanes import F32
 from kdagen.kernels.pipeline import DRAIN, RELATIONS, STAGES, written_out
+from kdagen.kernels.segment_states import Prepare, SegmentStates, Table
 from kdagen.kernels.tiling import LANES
 
 
@@ -30,7 +31,7 @@ class Results(NamedTuple):
 
     Attributes:
       output: [HV, B, T, V] or [B, T, HV, V] as the layout, in query's dtype.
-      final_state: [B, 1, HV, K, V] f32.
+      final_state: [B, N, HV, K, V] f32, N = 1 without segments.
       states: [B, HV, chunks, KP, VP], before every chunk; KP and VP are K and V in whole registers
         of 128 lanes, and chunks those of all blocks.
       inverse: (I + N diag(b))^-1 [B / rows, groups, blocks, packs, C, 128], packs as in
@@ -59,6 +60,8 @@ def _kernel(
     absent: Collection[str],
     scale: float,
     lower_bound: float | None,
+    segments: int,
+    prepare: Prepare | None,
     *operands,
 ) -> None:
     """Body of one grid step. ``operands`` are the references in the order of ``Refs``, but for
@@ -79,7 +82,7 @@ def _kernel(
         # the recurrence of the first block begins: what is there is another program's
         @pl.when(step == DRAIN)
         def _():
-            if refs.initial is None:
+            if refs.initial is None or kernel.packed:
                 refs.states[...] = jnp.zeros_like(refs.states)
             else:
                 heads = pl.ds(group * geometry.heads, geometry.heads)
@@ -92,8 +95,15 @@ def _kernel(
         windows = [(ref, entering) for ref in (refs.query, refs.key, refs.gate)]
         packing.clear_padding(cut, refs.lengths, row, [*windows, (refs.value, leaving)])
 
+    states = None
+    if prepare is not None:
+        named = {name: ref for name, ref in refs._asdict().items() if ref is not None}
+        states = SegmentStates(cut, named, segments, step, DRAIN)
+        states.begin(refs.states, row, group, geometry.operand)
+        states.prepare(row, prepare, scale, lower_bound, geometry.operand)
+
     def run(names: Collection[str]) -> None:
-        this = Step(kernel, cut, refs, step, scale, lower_bound)
+        this = Step(kernel, cut, refs, step, scale, lower_bound, states)
         if RELATIONS in names:
             this.arrange(row)
         mine = [[entry for entry in slot if entry[0] in names] for slot in slots]
@@ -107,6 +117,8 @@ def _kernel(
     elif len(apart) < cut.blocks + DRAIN:
         between = (step >= kernel.ends) & (step < cut.blocks + DRAIN - kernel.ends)
         pl.when(between)(functools.partial(run, STAGES))
+    if states is not None:
+        states.end(row, group, kernel.inverse_dtype, geometry.exact)
 
 
 def _entering(cut: Cut, step: jax.Array) -> jax.Array:
@@ -144,10 +156,11 @@ def call(
     delta_time_bias: jax.Array | None,
     initial_state: jax.Array | None,
     spans: jax.Array | None,
-    lengths: jax.Array | None,
+    boundaries: jax.Array | None,
     *,
     scale: float,
     lower_bound: float | None,
+    prepare: Prepare | None = None,
     interpret: Any = False,
 ) -> Results:
     """Runs the kernel.
@@ -160,16 +173,20 @@ def call(
       query, key: [H, B, T, K]; gate: [HV, B, T, K]; value: [HV, B, T, V]; beta: [HV, B, T]. Value
         head j reads query and key head j // (HV / H).
       a_log: [HV] f32 or None (a rate of 1); delta_time_bias: [HV, K] f32 or None.
-      initial_state: [B, 1, HV, K, V] f32, given exactly where ``kernel.initial_state``.
-      spans [B, 2, T], lengths [B]: see ``kdagen.kernels.packing``; given exactly where
+      initial_state: [B, N, HV, K, V] f32, given exactly where ``kernel.initial_state``; N is 1
+        without segments.
+      spans [B, 2, T], boundaries [B, N + 1]: see ``kdagen.kernels.packing``; given exactly where
         ``kernel.packed``.
       scale: of the queries.
       lower_bound: of a bounded gate.
+      prepare: gives queries and keys as they are multiplied, and log2 decays, of one chunk-head,
+        where segments have states of their own.
       interpret: False, True or ``pltpu.InterpretParams()``.
     """
     geometry = kernel.geometry
     extent = Extent.of(geometry.layout, query, value)
     cut = Cut(geometry, extent)
+    segments = 1 if boundaries is None else boundaries.shape[1] - 1
     key_dim, value_dim = extent.key_dim, extent.value_dim
     state_shape = (padded(key_dim), padded(value_dim))
     entering = functools.partial(_entering, cut)
@@ -194,9 +211,12 @@ def call(
     if kernel.gate_rows and delta_time_bias is not None:
         given["bias"] = (per_channel, delta_time_bias.astype(F32).reshape(heads, key_dim))
     if kernel.packed:
-        assert spans is not None and lengths is not None
+        assert spans is not None and boundaries is not None
         given["spans"] = (packing.spans_spec(cut, entering), packing.spans_view(cut, spans))
-        given["lengths"] = (pl.BlockSpec(memory_space=pltpu.SMEM), lengths)
+        numbers = pl.BlockSpec(memory_space=pltpu.SMEM)
+        given["lengths"] = (numbers, boundaries[:, -1])
+        if kernel.segment_states:
+            given["table"] = (numbers, Table(segments, cut.blocks, geometry.block).made(boundaries))
     if kernel.initial_state:
         assert initial_state is not None
         given["initial"] = (whole, _whole_registers(initial_state, state_shape))
@@ -209,8 +229,11 @@ def call(
     output = cut.tensor(value_dim, _leaving), struct(cut.shape(heads, value_dim), query.dtype)
     results: dict[str, tuple[pl.BlockSpec, Any]] = {"output": output}
     if kernel.final_state:
-        final = struct((extent.batch, 1, heads, *state_shape), F32)
-        results["final"] = (cut.states(state_shape), final)
+        final = struct((extent.batch, segments, heads, *state_shape), F32)
+        if kernel.packed:
+            results["segment_finals"] = (whole, final)
+        else:
+            results["final"] = (cut.states(state_shape), final)
     if kernel.states is not None:
         states = struct(cut.chunk_shape(state_shape), kernel.states)
         results["kept_states"] = (cut.per_chunk(state_shape, _leaving), states)
@@ -229,7 +252,9 @@ def call(
     # Mosaic takes no 64-bit index; under jax_enable_x64 every literal would be one
     with jax.enable_x64(False):
         made = pl.pallas_call(
-            functools.partial(_kernel, kernel, cut, stages, slots, absent, scale, lower_bound),
+            functools.partial(
+                _kernel, kernel, cut, stages, slots, absent, scale, lower_bound, segments, prepare
+            ),
             grid=(cut.row_groups, cut.groups, cut.blocks + DRAIN),
             in_specs=in_specs,
             out_specs=out_specs,
@@ -246,7 +271,8 @@ def call(
     for name in found.keys() & {"output", "kept_corrected", "kept_gate"}:
         found[name] = cut.unview(found[name], heads)
     if kernel.final_state:
-        found["final"] = found["final"][..., :key_dim, :value_dim]
+        final = found["segment_finals" if kernel.packed else "final"]
+        found["final"] = final[..., :key_dim, :value_dim]
     return Results(
         found["output"],
         found.get("final"),
@@ -260,7 +286,7 @@ def _scratch(kernel: Forward, cut: Cut) -> dict[str, Any]:
     packs, chunk, operand = geometry.packs, geometry.chunk, geometry.operand
     key_dim, value_dim = padded(cut.extent.key_dim), padded(cut.extent.value_dim)
     made: dict[str, Any] = {}
-    if not kernel.final_state:
+    if not kernel.final_state or kernel.packed:
         made["state"] = pltpu.VMEM((geometry.rows, 1, geometry.heads, key_dim, value_dim), F32)
     if kernel.gate_rows:
         made["gate_rows"] = pltpu.VMEM((2, geometry.heads, key_dim), F32)
@@ -268,7 +294,7 @@ def _scratch(kernel: Forward, cut: Cut) -> dict[str, Any]:
         made |= packing.scratch(cut)
     elif cut.lanes_as_given:
         made["beta_rows"] = pltpu.VMEM((geometry.packs, LANES), F32)
-    return made | {
+    handed = {
         "decayed": pltpu.VMEM((2, geometry.items, 2 * chunk, key_dim), operand),
         "keys_to_end": pltpu.VMEM((2, packs, key_dim, LANES), kernel.inverse_dtype),
         "query_relations": pltpu.VMEM((2, packs, chunk, LANES), kernel.inverse_dtype),
@@ -276,6 +302,11 @@ def _scratch(kernel: Forward, cut: Cut) -> dict[str, Any]:
         "key_relations": pltpu.VMEM((2, packs, chunk, LANES), F32),
         "inverses": pltpu.VMEM((2, packs, chunk, LANES), kernel.inverse_dtype),
     }
+    within = {}
+    if kernel.segment_states:
+        asked = kernel.initial_state, kernel.final_state
+        within = segment_states.scratch(cut, *asked, operand, kernel.inverse_dtype)
+    return made | handed | within
 
 
 def _whole_registers(state: jax.Array, shape: tuple[int, int]) -> jax.Array:

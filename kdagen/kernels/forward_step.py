@@ -16,6 +16,7 @@ from kdagen.kernels.inverse import on_diagonal
 from kdagen.kernels.lanes import BF16, F32, beside, index, remainder, stack
 from kdagen.kernels.packing import Segments
 from kdagen.kernels.pipeline import DRAIN
+from kdagen.kernels.segment_states import SegmentStates
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Forward:
     Attributes:
       geometry: its cuts.
       gate_rows: whether the gate is raw, with a rate and a bias of each channel.
-      initial_state, final_state: whether they are operands.
+      initial_state, final_state: whether they are operands, one of each a segment if packed.
       packed: whether the call has segments, see ``kdagen.kernels.packing``.
       wide_inverse: the inverse is formed and applied in f32, and so are the products after it.
       ends: steps at either end of a sweep that have code of their own, see
@@ -45,6 +46,11 @@ class Forward:
     keep_inverse: bool = False
     keep_corrected: bool = False
     keep_gate: bool = False
+
+    @property
+    def segment_states(self) -> bool:
+        """Whether segments have states of their own."""
+        return self.packed and (self.initial_state or self.final_state)
 
     @property
     def inverse_dtype(self) -> Any:
@@ -69,9 +75,11 @@ class Refs(NamedTuple):
     bias: Any
     spans: Any
     lengths: Any
+    table: Any
     initial: Any
     output: Any
     final: Any
+    segment_finals: Any
     kept_states: Any
     kept_inverse: Any
     kept_corrected: Any
@@ -87,6 +95,16 @@ class Refs(NamedTuple):
     totals: Any
     key_relations: Any
     inverses: Any
+    totals_within: Any
+    decayed_within: Any
+    seen_within: Any
+    state_within: Any
+    state_in: Any
+    keys_within: Any
+    strengths_within: Any
+    corrected: Any
+    state_before: Any
+    state_out: Any
 
     @property
     def states(self) -> Any:
@@ -109,6 +127,7 @@ class Step:
         step: jax.Array,
         scale: float,
         lower_bound: float | None,
+        states: SegmentStates | None = None,
     ):
         self.scale, self.lower_bound = scale, lower_bound
         self._kernel, self._geometry, self._cut, self._refs = kernel, kernel.geometry, cut, refs
@@ -117,6 +136,7 @@ class Step:
         self._entering = jnp.minimum(step, cut.blocks - 1)
         self._leaving = step - DRAIN
         self._segments = Segments(cut, refs.edges, refs.token_rows) if kernel.packed else None
+        self._states = states
 
     def items(self, pack: int) -> range:
         """The chunk-heads of a pack."""
@@ -262,6 +282,11 @@ class Step:
             if ref is not None:
                 ref[self._cut.index(items[i], width)] = x[:, :width].astype(ref.dtype)
 
+        def keep(i: int, x: jax.Array) -> None:
+            emit(refs.kept_corrected, i, x)
+            if self._states is not None:
+                self._states.keep_corrected(items[i], x)
+
         def value(item: int) -> jax.Array:
             return self._load(refs.value, self._cut.index(item, width), self._leaving, item)
 
@@ -280,12 +305,15 @@ class Step:
             keys_to_end=lambda: refs.keys_to_end[slot, pack, :, lanes],
             decay=each(decay),
         )
+        if refs.seen_within is not None:
+            handover.seen = each(lambda item: refs.seen_within[item])
+            handover.left = each(lambda item: refs.state_within[item])
         yield from recurrence.advance(
             handover,
             refs.states,
             [self._cut.state_index(item) for item in items],
             functools.partial(emit, refs.output),
-            keep=functools.partial(emit, refs.kept_corrected),
+            keep=keep,
             dtype=geometry.operand,
             inverse_dtype=self._kernel.inverse_dtype,
         )

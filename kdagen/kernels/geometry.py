@@ -210,6 +210,15 @@ class Cut:
             return row, tokens, slice(head * width, (head + 1) * width)
         return head, row, tokens, slice(None)
 
+    def rows_of(self, n: int, row: int, head: Any, width: int) -> tuple[Any, ...]:
+        """Where the [C, width] rows of a chunk of one head, which may be a traced number, lie in a
+        block of ``tensor`` or ``key_tensor``; lanes of a traced head must be whole registers."""
+        if isinstance(head, int) or not self.flat:
+            return self._index(n, row, head, width)
+        chunk = self.geometry.chunk
+        lanes = pl.ds(pl.multiple_of(head * width, LANES), width)
+        return row, slice(n * chunk, (n + 1) * chunk), lanes
+
     @property
     def lanes_as_given(self) -> bool:
         """Whether blocks of beta hold whole registers of tokens of all their batch rows, so that a

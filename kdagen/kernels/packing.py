@@ -6,8 +6,8 @@ and what goes out at its end was written by the rows of the last one. Nothing is
 Padding is a segment of its own that holds zeros, and zeros lie past the end of the tensors.
 
 A call tells of its segments by ``spans`` [B, 2, T] int32, for every token the first one of its
-segment and the first one behind it, and by ``lengths`` [B] int32, tokens of a row that are no
-padding.
+segment and the first one behind it, and by ``boundaries`` [B, N + 1] int32, the first token of each
+segment and the number of tokens that are no padding, its length.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
+from kdagen.kernels.gate_gradients import parts
 from kdagen.kernels.geometry import Cut, padded
-from kdagen.kernels.lanes import F32, beside, index, remainder
+from kdagen.kernels.lanes import F32, beside, dot, index, remainder, rows, stack
 from kdagen.kernels.tiling import LANES, SUBLANES
 
 _FORGOTTEN = -1e9
@@ -36,10 +38,11 @@ def spans_view(cut: Cut, spans: jax.Array) -> jax.Array:
     """[B, blocks, 2, block] int32, as ``spans_spec`` cuts it."""
     batch, _, tokens = spans.shape
     block = cut.geometry.block
-    missing = cut.blocks * block - tokens
-    if missing:
-        # of whichever segment: they hold zeros
-        spans = jnp.pad(spans, [(0, 0), (0, 0), (0, missing)], mode="edge")
+    whole = cut.blocks * block
+    if whole > tokens:
+        # of another segment: an activated gate of 0 decays
+        pad = [(0, 0), (0, 0), (0, whole - tokens)]
+        spans = jnp.pad(spans, pad, constant_values=whole)
     return spans.reshape(batch, 2, cut.blocks, block).transpose(0, 2, 1, 3)
 
 
@@ -155,6 +158,25 @@ class Segments:
     def _items(self, pack: int) -> range:
         per_pack = self._geometry.per_pack
         return range(pack * per_pack, (pack + 1) * per_pack)
+
+
+def sums_within(starts: jax.Array, ends: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The factor of ``sums``, from the starts and ends of each token's segment within its chunk,
+    [1, C] int32."""
+    chunk = starts.shape[1]
+    row, column = index((chunk, chunk), 0), index((chunk, chunk), 1)
+    before = (column <= row) & (row < ends)
+    after = (column > row) & (row >= starts)
+    ones = stack([before.astype(F32), after.astype(F32)])
+    return ones if dtype == F32 else beside([ones, ones])
+
+
+def sums(decay: jax.Array, ones: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """Sums of ``decay`` [C, K] f32 within segments: from the start of a row's to the row, and from
+    the row, which is left out, to the end of its; both [C, K] f32."""
+    chunk = decay.shape[0]
+    found = dot(ones, parts(decay, 1 if dtype == F32 else 2), dtype=dtype)
+    return rows(found, 0, chunk), rows(found, chunk, chunk)
 
 
 def of_one_segment(x: jax.Array, ends: jax.Array) -> jax.Array:

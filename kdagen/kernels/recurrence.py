@@ -35,6 +35,8 @@ class Handover:
       relations: [C, nC], Q diag(b).
       keys_to_end: [K, nC], (k 2^(total - G))^T diag(b).
       decay: n of [K, 1] f32, 2^total.
+      seen, left: n of [2C, V] f32 to be added to what is seen of the states, and n of [K, V] f32 to
+        be added to the states that are left; None for nothing.
     """
 
     decayed: Sequence[Callable[[], jax.Array]]
@@ -43,6 +45,8 @@ class Handover:
     relations: Callable[[], jax.Array]
     keys_to_end: Callable[[], jax.Array]
     decay: Sequence[Callable[[], jax.Array]]
+    seen: Sequence[Callable[[], jax.Array]] | None = None
+    left: Sequence[Callable[[], jax.Array]] | None = None
 
 
 def advance(
@@ -75,6 +79,8 @@ def advance(
         dot(read(), state[stream], dtype=dtype)
         for read, stream in zip(handover.decayed, streams, strict=True)
     ]
+    if handover.seen is not None:
+        made = [seen + more() for seen, more in zip(made, handover.seen, strict=True)]
     yield
     chunk, width = made[0].shape[0] // 2, made[0].shape[1]
     residuals = [read() - seen[chunk:] for read, seen in zip(handover.value, made, strict=True)]
@@ -99,4 +105,7 @@ def advance(
     yield
     for i, stream in enumerate(streams):
         emit(i, made[i][:chunk] + of(update, i)[:chunk])
-        state[stream] = state[stream] * decays[i] + of(update, i)[chunk:]
+        written = of(update, i)[chunk:]
+        if handover.left is not None:
+            written = written + handover.left[i]()
+        state[stream] = state[stream] * decays[i] + written

@@ -20,6 +20,8 @@ from kdagen.measure.rejected import Rejected
 from kdagen.problem import Problem
 from kdagen.variant import Variant
 
+Numbers = Sequence[Sequence[int]]
+
 # Blocks that are compiled: enough for the model to see a steady state between the ends.
 _BLOCKS = model.MIN_STEPS
 
@@ -40,12 +42,12 @@ def run(chip: str, problem: dict[str, Any], variant: dict[str, Any]) -> dict[str
         lambda: compiled(short, how, target),
         missing=missing_blocks(asked, how.block_tokens),
         floor=operands.floor_bytes(asked) + operands.residual_bytes(asked, how),
-        lengths=operands.lengths(short),
+        numbers=operands.numbers(short, how.block_tokens),
     )
 
 
 def figures(
-    compiled: Callable[[], list[Schedule]], *, missing: int, floor: int, lengths: Sequence[int] = ()
+    compiled: Callable[[], list[Schedule]], *, missing: int, floor: int, numbers: Numbers = ()
 ) -> dict[str, Any]:
     """What ``run`` returns, of a program with one kernel.
 
@@ -53,7 +55,7 @@ def figures(
       compiled: gives the schedules of the program.
       missing: blocks by which it is shorter than the real one.
       floor: bytes of operands and results at the real length.
-      lengths: of packed rows, as they were compiled.
+      numbers: those of ``operands.numbers``, as it was compiled.
 
     Raises:
       Rejected: the compiler refused, or the kernel is not the only one.
@@ -70,7 +72,7 @@ def figures(
     around = sum(_seconds_around(s) for s in schedules if not s.is_kernel)
     # length of the last grid axis at the real length; None where that was compiled
     steps = kernel.steps + missing if missing and kernel.steps else None
-    scalars = told(kernel, lengths)
+    scalars = told(kernel, numbers)
     predicted = model.predict(kernel, steps=steps, scalars=scalars)
     report = kernel.report(scalars)
     bytes_in, bytes_out = _moved(kernel, steps, scalars)
@@ -117,13 +119,20 @@ def forward_of(problem: Problem, variant: Variant, chip: Chip) -> Callable[..., 
 
 
 def missing_blocks(problem: Problem, block_tokens: int) -> int:
-    """Blocks of a grid step each that ``shortened`` leaves out."""
+    """Blocks of a grid step each that ``shortened`` leaves out.
+
+    None where segments have states: then the time is that of the blocks where they begin and end.
+    """
+    if problem.segments is not None and (problem.initial_state or problem.final_state):
+        return 0
     return max(-(-problem.tokens // block_tokens) - _BLOCKS, 0)
 
 
 def shortened(problem: Problem, block_tokens: int) -> Problem:
     """The problem with fewer blocks and the same rest in the last one: its code is the same."""
     missing = missing_blocks(problem, block_tokens)
+    if not missing:
+        return problem
     tokens = problem.tokens - missing * block_tokens
     segments = problem.segments
     if segments is not None:
@@ -171,15 +180,11 @@ def _seconds_around(schedule: Schedule) -> float:
         return 0.0
 
 
-def told(kernel: Schedule, lengths: Sequence[int]) -> dict[int, Sequence[int]] | None:
-    """What the walk of a kernel of packed sequences is told of them: which blocks hold padding is
-    all that its control depends on."""
-    if not lengths:
-        return None
-    shape = f"s32[{len(lengths)}]"
-    operands = kernel.listing.operands
-    (index,) = (x.index for x in operands if x.shape == shape and x.kind == "input")
-    return {index: lengths}
+def told(kernel: Schedule, numbers: Numbers) -> dict[int, Sequence[int]] | None:
+    """Vectors of ``operands.numbers`` by the operand of a kernel that they are, for its walk: its
+    control depends on them."""
+    by_shape = {x.shape: x.index for x in kernel.listing.operands if x.kind == "input"}
+    return {by_shape[f"s32[{len(vector)}]"]: vector for vector in numbers} or None
 
 
 def _moved(

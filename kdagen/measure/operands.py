@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kdagen.kernels.segment_states import Table
 from kdagen.kernels.tiling import LANES
 from kdagen.problem import Problem
 from kdagen.reference.packing import Packing
@@ -28,12 +29,12 @@ def inputs(problem: Problem) -> dict[str, Given]:
 
     query, key [H, B, T, K]; value [HV, B, T, V]; gate [HV, B, T, K]; beta [HV, B, T], or in layout
     "BTHD" [B, T, H, K] and so on; a_log [HV] and delta_time_bias [HV, K] for a raw gate;
-    initial_state [B, 1, HV, K, V] if there is one; spans [B, 2, T] and lengths [B] of
+    initial_state [B, N, HV, K, V] if there is one; spans [B, 2, T] and boundaries [B, N + 1] of
     ``kdagen.kernels.packing`` if there are segments.
     """
     value_heads = problem.value_heads
     raw = problem.gate != "log_decay"
-    state = (problem.batch, 1, value_heads, problem.key_dim, problem.value_dim)
+    state = (problem.batch, problem.slots, value_heads, problem.key_dim, problem.value_dim)
 
     def tokens_of(heads: int, *width: int) -> tuple[int, ...]:
         if problem.layout == "BTHD":
@@ -58,7 +59,7 @@ def packing_inputs(problem: Problem) -> dict[str, Given]:
     packed = problem.segments is not None
     return {
         "spans": ((problem.batch, 2, problem.tokens), "int32") if packed else None,
-        "lengths": ((problem.batch,), "int32") if packed else None,
+        "boundaries": ((problem.batch, problem.slots + 1), "int32") if packed else None,
     }
 
 
@@ -80,13 +81,25 @@ def lengths(problem: Problem) -> list[int]:
     return [] if found is None else found[:, -1].tolist()
 
 
+def numbers(problem: Problem, block_tokens: int) -> list[list[int]]:
+    """What kernels of packed sequences are told in SMEM, vector by vector."""
+    found = boundaries(problem)
+    if found is None:
+        return []
+    told = [lengths(problem)]
+    if problem.initial_state or problem.final_state:
+        table = Table(problem.slots, -(-problem.tokens // block_tokens), block_tokens)
+        told.append(table.made(found).tolist())
+    return told
+
+
 def packing(problem: Problem) -> dict[str, Any]:
     """Values of ``packing_inputs``."""
     found = boundaries(problem)
     if found is None:
         return {}
     made = Packing.of(found, problem.tokens)
-    return {"spans": made.spans, "lengths": made.lengths}
+    return {"spans": made.spans, "boundaries": found}
 
 
 def projected(problem: Problem) -> dict[str, Given]:
@@ -129,12 +142,13 @@ def from_layout(values: dict[str, Any], problem: Problem) -> dict[str, Any]:
 
 def outputs(problem: Problem) -> Shaped:
     """Shape and dtype name of what ``forward`` returns: output, shaped as value, and the final
-    state [B, 1, HV, K, V] if the problem asks for it."""
+    state [B, N, HV, K, V] if the problem asks for it."""
     given = inputs(problem)["value"]
     assert given is not None
     result: Shaped = {"output": given}
     if problem.final_state:
-        state = (problem.batch, 1, problem.value_heads, problem.key_dim, problem.value_dim)
+        shape = (problem.batch, problem.slots, problem.value_heads)
+        state = (*shape, problem.key_dim, problem.value_dim)
         result["final_state"] = (state, "float32")
     return result
 

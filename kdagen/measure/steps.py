@@ -83,7 +83,7 @@ def _backward(chip: Chip, problem: Problem, variant: BackwardVariant) -> dict[st
         compiled,
         missing=offline.missing_blocks(problem, variant.block_tokens),
         floor=backward_floor_bytes(problem, variant),
-        lengths=operands.lengths(short),
+        numbers=operands.numbers(short, variant.block_tokens),
     )
 
 

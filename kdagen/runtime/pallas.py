@@ -147,7 +147,7 @@ class Fused:
         per_token = (*PER_TOKEN, "output", "corrected", "d_output")
         of_row = (
             "initial_state", "final_state", "chunk_states", "states", "inverse", "d_final",
-            "spans", "lengths",
+            "spans", "boundaries",
         )  # fmt: skip
         axis = 1 if self.options.layout == "HBTD" else 0
         return {**dict.fromkeys(per_token, axis), **dict.fromkeys(of_row, 0)}
@@ -161,8 +161,8 @@ _FIELDS = {argument: name for name, argument in _KEPT.items()}
 def _told(packing: Packing | None) -> Operands:
     """What the kernels are told of segments."""
     if packing is None:
-        return {"spans": None, "lengths": None}
-    return {"spans": packing.spans, "lengths": packing.lengths}
+        return {"spans": None, "boundaries": None}
+    return {"spans": packing.spans, "boundaries": packing.boundaries}
 
 
 def problem_of(call: Call) -> Problem:
