@@ -23,9 +23,9 @@ MAX_HEAD_DIM = 256
 _LEAST_BFLOAT16_KEY_DIM = 32
 
 # With an inverse in bfloat16 and chunks of 64, the output of 1024 tokens of hardly any decay is off
-# by 5.2e-3 at 48 channels and by 4.9e-3 at 64; with one above bfloat16 by 3.7e-3 at 32. Where writes
-# reflect, the final state at 64 channels is off by 9e-3 under a bounded gate and by 1.1e-2 under a
-# softplus, of 1e-2.
+# by 5.2e-3 at 48 channels and by 4.9e-3 at 64; with one above bfloat16 by 3.7e-3 at 32. Where
+# writes reflect, the final state at 64 channels is off by 9e-3 under a bounded gate and by 1.1e-2
+# under a softplus, of 1e-2.
 _LEAST_BFLOAT16_INVERSE_KEY_DIM = {"bounded": 64, "softplus": 80, "log_decay": 80}
 
 # Facts a kernel is not specialised on: it walks chunks whatever the length or batch, and takes the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -287,7 +288,10 @@ def default_variant(problem: Problem, chip: Chip) -> Variant:
             streams = rows * heads
             few = streams < _FEW_STREAMS and 128 * streams <= in_flight
             chunk = 128 if few and 128 in chunks(problem, inverse_dtype) else 64
+            # as many as fill the lanes at least
+            least = LANES // math.gcd(LANES, chunk * streams)
             count = _chunks(in_flight // (chunk * streams), chunk, problem.tokens)
+            count = -(-count // least) * least
             for limit in _vmem_limits(chip):
                 variant = Variant(
                     chunk=chunk,

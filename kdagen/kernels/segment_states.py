@@ -2,8 +2,8 @@
 
 A chunk knows one state, that of the segment which was open at its start. Where others begin in it,
 what their tokens see of their initial states is formed ahead of the recurrence, which adds it; and
-where segments end in it, their final states are formed after it, from what the recurrence left. Both
-walk the segments of a block one by one, and most blocks have none that begins or ends.
+where segments end in it, their final states are formed after it, from what the recurrence left.
+Both walk the segments of a block one by one, and most blocks have none that begins or ends.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ SLOTS = 3
 """Blocks of which ``totals_within`` and ``keys_within`` are kept: the last is read after the
 relations of the block two steps later are written."""
 
-
 _HEADS = 8
+"""Heads whose chains of products are written side by side, so that none waits long."""
 
 
 class Table:
     """Where segments lie, as numbers in SMEM: one vector of int32.
 
     Per batch row its N + 1 boundaries, and by block of tokens: the first segment that has a token
-    there; the first one behind the block; how many begin in it; the first one that ends in it, or is
-    empty and lies there; and how many do.
+    there; the first one behind the block; how many begin in it; the first one that ends in it, or
+    is empty and lies there; and how many do.
     """
 
     def __init__(self, slots: int, blocks: int, block: int):
@@ -117,15 +117,15 @@ Prepare = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
 class SegmentStates:
     """States of the segments that begin or end in the leaving block of a grid step.
 
-    ``refs`` are by name: ``initial`` and ``segment_finals`` [B, N, HV, KP, VP] f32 in HBM, ``table``,
-    and of ``scratch`` above:
+    ``refs`` are by name: ``initial`` and ``segment_finals`` [B, N, HV, KP, VP] f32 in HBM,
+    ``table``, and of ``scratch`` above:
 
-    totals_within: by chunk-head [C, KP], sums of the log2 decay from the start of a token's segment,
-    or of the chunk, to the token; decayed_within: [2C, KP], scaled queries above keys, under that.
-    keys_within: [KP, C], keys under the decay from behind a token to the end of its segment, or of
-    the chunk; strengths_within: write strengths.
-    seen_within, state_within: what the recurrence adds to what the tokens of a chunk-head see of its
-    state, and to the state that it leaves.
+    totals_within: by chunk-head [C, KP], sums of the log2 decay from the start of a token's
+    segment, or of the chunk, to the token; decayed_within: [2C, KP], scaled queries above keys,
+    under that; keys_within: [KP, C], keys under the decay from behind a token to the end of its
+    segment, or of the chunk; strengths_within: write strengths.
+    seen_within, state_within: what the recurrence adds to what the tokens of a chunk-head see of
+    its state, and to the state that it leaves.
     corrected: [items, C, VP], corrected values.
     state_before: states before the leaving block.
     state_in, state_out: those of one segment on their way.
@@ -373,8 +373,9 @@ class SegmentStates:
         counts: Callable[[Any, Any, Any], Any],
     ) -> None:
         """``visit(segment, chunk of the block, first row, row behind the last, goes on)`` for every
-        chunk of the leaving block and every segment that has a token there and ``counts(first token,
-        token behind it, first token of the chunk)``. ``goes on``: it has tokens behind the chunk."""
+        chunk of the leaving block and every segment that has a token there and ``counts(first
+        token, token behind it, first token of the chunk)``; it ``goes on`` if it has tokens behind
+        the chunk."""
         chunk, table, ref = self._geometry.chunk, self.table, self._refs["table"]
         batch = self._row(row, r)
 
@@ -398,8 +399,7 @@ class SegmentStates:
         lax.fori_loop(0, self._geometry.chunks, of_chunk, jnp.int32(0))
 
     def _each_head(self, visit: Callable[[list[Any]], None]) -> None:
-        """``visit`` of all heads of the program, so many side by side that none waits long for its
-        products."""
+        """``visit`` of all heads of the program, some of them at a time."""
         heads, widths = self._geometry.heads, (self._cut.extent.key_dim, self._cut.extent.value_dim)
         if self._cut.flat and any(width % LANES for width in widths):
             # lanes are taken from where a number known beforehand says
