@@ -100,7 +100,8 @@ def test_a_raised_limit_is_offered_only_where_the_default_one_is_too_small():
 WIDE = {"inverse_dtype": "float32"}
 # How each constraint is broken: variant, problem, and what the message says.
 BROKEN = [
-    ("served", {}, {"segments": 3}, "segments=3 .*unpacked"),
+    ("served", {}, {"segments": 3, "initial_state": True}, "initial_state=True with segments=3"),
+    ("served", {}, {"segments": 3, "final_state": True}, "final_state=True with segments=3"),
     ("values", {"chunk": 48}, {}, "chunk=48: it may be 32, 64, 128"),
     ("values", {"decay": "none"}, {}, "decay='none': it may be 'bounded', 'unbounded'"),
     ("values", {"sub_block": 8}, {}, "sub_block=8: it may be 16, 32"),
@@ -225,8 +226,8 @@ def test_the_default_of_an_example_is_a_point_of_its_space(name, chip):
 
 
 def test_no_default_for_what_is_not_served():
-    with pytest.raises(VariantError, match=r"on v6e: served: segments=3"):
-        default_variant(dataclasses.replace(LOG_DECAY, segments=3), V6E)
+    with pytest.raises(VariantError, match=r"on v6e: served: final_state=True with segments=3"):
+        default_variant(dataclasses.replace(LOG_DECAY, segments=3, final_state=True), V6E)
 
 
 def test_geometry():

@@ -52,7 +52,7 @@ def forget(generated: Generated) -> None:
 def assert_works(module, generated: Generated) -> None:
     assert generated.variant_id == module.VARIANT_ID
     with pytest.raises(AttributeError) as caught:
-        module.forward(*[None] * 8, scale=1.0, lower_bound=-5.0)
+        module.forward(*[None] * 10, scale=1.0, lower_bound=-5.0)
     shown = "".join(traceback.format_exception(caught.value))
     assert "return fused.call(" in shown, "the traceback shows the generated line"
     assert module.__file__ in shown

@@ -111,7 +111,7 @@ def arguments(
     states = np.zeros(shape)
     states[:, :, : found.shape[2], : problem.key_dim, : problem.value_dim] = found
     return [
-        *(data.values.get(name) for name in OPERANDS),
+        *(data.values.get(name) for name in (*OPERANDS, "spans", "lengths")),
         jnp.asarray(states, states_dtype(problem)),
         None,
         None,

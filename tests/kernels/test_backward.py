@@ -132,7 +132,7 @@ def test_the_other_layout_gives_the_same():
     expected = call(problem, SMALL_TREE, data)
     other = dataclasses.replace(problem, layout="BTHD")
     moved = lambda x: np.moveaxis(np.asarray(x), 0, 2)  # noqa: E731
-    tensors = (*range(5), 10)
+    tensors = (*range(5), 12)
     given = arguments(problem, SMALL_TREE, request, data)
     given = [moved(x) if i in tensors else x for i, x in enumerate(given)]
     got = compiled(other, SMALL_TREE, request)(*given)
@@ -269,11 +269,11 @@ def test_residuals_that_the_forward_kept_are_taken():
     variant = dataclasses.replace(SMALL, keep_inverse=True, keep_corrected=True)
     request = Request.everything(problem)
     arrays = arguments(problem, variant, request, data)
-    arrays[7:10] = kept.states, kept.inverse, kept.corrected
+    arrays[9:12] = kept.states, kept.inverse, kept.corrected
     got = compiled(problem, variant, request)(*arrays)
     found = kinds.errors(problem, given, got, reference(problem, data))
     assert not kinds.outside(problem, found)
-    arrays[7] = kept.states[:, :, :-1]
+    arrays[9] = kept.states[:, :, :-1]
     with pytest.raises(ValueError, match="states: got shape"):
         traceable(problem, variant, request)(*arrays)
 

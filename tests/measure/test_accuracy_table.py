@@ -138,7 +138,7 @@ def test_gradients_of_kernels_are_run_in_every_way(table, gate, dtype):
 
 
 def test_a_call_that_no_kernel_serves_is_counted_with_the_reason(table):
-    problem = Problem(tokens=64, heads=1, segments=2)
+    problem = Problem(tokens=64, heads=1, segments=2, final_state=True)
     (reason,) = table.variants(problem, [64], every=True)
     assert reason.startswith("chunk 64: ") and "segments" in reason
 

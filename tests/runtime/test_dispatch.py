@@ -227,8 +227,8 @@ def test_strict_dispatch_makes_a_miss_an_error(table):
 
 
 def test_what_no_kernel_serves():
-    with pytest.raises(NoKernelError, match="segments=3"):
-        dispatch.choose(dataclasses.replace(PROBLEM, segments=3), V6E)
+    with pytest.raises(NoKernelError, match="initial_state=True with segments=3"):
+        dispatch.choose(dataclasses.replace(PROBLEM, segments=3, initial_state=True), V6E)
 
 
 def test_the_environment_names_a_table(table, monkeypatch):
