@@ -190,7 +190,7 @@ def gradients(
             Gradients(
                 query + found.query + mine * item.key,
                 key + found.key + written_key + mine * item.query,
-                decay_gradients.sums(later, earlier, found.terms, tree, inverse_dtype),
+                decay_gradients.sums(later, earlier, found.terms, tree, inverse_dtype, item.ends),
                 item.whole * kept[x],
             )
         )

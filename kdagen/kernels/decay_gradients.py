@@ -176,6 +176,7 @@ def sums(
     terms: Sequence[jax.Array],
     tree: Sequence[Level],
     dtype: DTypeLike,
+    ends: jax.Array | None = None,
 ) -> Sums:
     """Gradient of the log decay of each token s, but for one product.
 
@@ -183,6 +184,8 @@ def sums(
     that of ``terms`` within the halves of their levels. From the whole chunk down, the halves of a
     block exchange totals: the right one gives its ``later`` to all tokens of the left, the left
     one its ``earlier`` to all of the right; then the terms of their level join in.
+
+    ends: [1, C] f32 of a packed chunk, see ``kdagen.kernels.packing.Segments.ends``.
     """
     chunk = later.shape[0]
     blocks = [(later, earlier)]
@@ -206,7 +209,7 @@ def sums(
         blocks, carried = after, totals
     late, early = (stack([block[side] for block in blocks]) for side in range(2))
     if tree[-1].base:
-        return Sums(*_within(late, terms[-1], early, tree[-1].block, dtype), None, carried)
+        return Sums(*_within(late, terms[-1], early, tree[-1].block, dtype, ends), None, carried)
     return Sums(*_exchanged(late, early, terms[len(coarse) :], tree[len(coarse) :], dtype), carried)
 
 
@@ -236,16 +239,25 @@ def _exchanged(
 
 
 def _within(
-    later: jax.Array, base: jax.Array, earlier: jax.Array, block: int, dtype: DTypeLike
+    later: jax.Array,
+    base: jax.Array,
+    earlier: jax.Array,
+    block: int,
+    dtype: DTypeLike,
+    ends: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Factors of the sum of ``later`` and ``base`` [C, K] over rows t >= s plus that of ``earlier``
-    over rows j < s, of the block of rows that holds s. Only the terms of ``base`` may cancel."""
+    over rows j < s, of the block of rows that holds s. Only the terms of ``base`` may cancel, and
+    those of a segment cancel among themselves: before it none is summed, nor its rounding."""
     chunk = later.shape[0]
     split = 1 if dtype == F32 else 2
     shape = (chunk, 2 * split * chunk)
     row, lane = index(shape, 0), index(shape, 1)
     column, last = remainder(lane, chunk), quotient(lane, split * chunk) == 1
     below = (last & (column < row)) | (~last & (column >= row))
-    reached = below & same_block(row, column, block)
+    reached = (below & same_block(row, column, block)).astype(F32)
+    if ends is not None:
+        end = jnp.transpose(jnp.broadcast_to(ends, (SUBLANES, chunk)))[:, 0:1]
+        reached = jnp.where(column.astype(F32) < end, reached, 0.0)
     both = stack([parts(later + base, split), parts(earlier, split)])
-    return reached.astype(F32), both
+    return reached, both

@@ -157,6 +157,25 @@ def test_padding_may_hold_anything(name):
                     assert found[tensor][:, ~padding].any(), (tensor, junk)
 
 
+@pytest.mark.parametrize("name", WAYS)
+def test_what_one_segment_holds_does_not_change_a_bit_of_the_others(name):
+    # three segments of one chunk, and one that is begun in a chunk and ended in the next
+    for packing, begins, ends in (
+        (slots_filled([0, 20, 41, TOKENS], [0, 31, 100]), (20, 31), (41, 100)),
+        (slots_filled([0, 20, 90, 120], [0, 64, 130]), (0, 0), (20, 64)),
+    ):
+        case, large = case_of(name, packing), tokens_between(begins, ends)
+        other = masked(case, large, lambda x: 1000 * x)
+        values = {**case.operands, "value": other.operands["value"]}
+        plain = results(name, case)
+        found = results(name, dataclasses.replace(other, operands=values))
+        for tensor in ("output", *PER_TOKEN):
+            np.testing.assert_array_equal(
+                found[tensor][:, ~large], plain[tensor][:, ~large], err_msg=tensor
+            )
+        assert (found["output"][:, large] != plain["output"][:, large]).any()
+
+
 # Smaller calls, for what needs programs of its own.
 SMALL = dict(heads=1, batch=2, tokens=40, width_k=16, width_v=16)
 IDS = np.array([[1] * 10 + [3] * 25 + [0] * 5, [2] * 40])
