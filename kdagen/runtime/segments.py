@@ -27,8 +27,8 @@ def pack_segments(
 
     Args:
       segment_ids, max_num_segments: [B, T] integers and the number N of segment slots; or
-      cu_seqlens, batch, tokens: [N + 1] or [B, N + 1] integers, B and T. All of them are as in
-        `kimi_delta_attention`, and may be traced.
+      cu_seqlens, batch, tokens: [N + 1] or [B, N + 1] integers, B and T. The arrays are as in
+        `kimi_delta_attention`, and may be traced. What is given beside them has to agree.
 
     Raises:
       ValueError: both or neither are given, something is missing, or they break the rules.
@@ -36,20 +36,23 @@ def pack_segments(
     """
     if (segment_ids is None) == (cu_seqlens is None):
         raise ValueError("segment_ids: give either them or cu_seqlens")
+    slots = slot_count(max_num_segments)
     if cu_seqlens is not None:
         if tokens is None:
             raise ValueError("tokens: got None; cu_seqlens need the sequence length T")
+        tokens = count("tokens", tokens)
         integers("cu_seqlens", cu_seqlens)
         if cu_seqlens.ndim == 2 and batch == 1:
             batch = cu_seqlens.shape[0]
         lengths_shape(cu_seqlens, batch)
+        _agrees("max_num_segments", slots, cu_seqlens.shape[-1] - 1)
         boundaries, valid = boundaries_from_lengths(cu_seqlens, batch, tokens)
         return Packing.of(boundaries, tokens, valid)
     if integers("segment_ids", segment_ids).ndim != 2:
         raise ValueError(f"segment_ids: got shape {segment_ids.shape}; it must be [B, T]")
-    slots = slot_count(max_num_segments)
     if slots is None:
         raise ValueError("max_num_segments: got None; segment_ids need the number of segment slots")
+    _agrees("tokens", tokens, segment_ids.shape[1])
     boundaries, valid = boundaries_from_ids(segment_ids, slots)
     return Packing.of(boundaries, segment_ids.shape[1], valid)
 
@@ -73,13 +76,25 @@ def slot_count(x: Any) -> int | None:
     Raises:
       TypeError, ValueError: no integer of 1 or more.
     """
-    if x is None:
-        return None
+    return None if x is None else count("max_num_segments", x)
+
+
+def count(name: str, x: Any) -> int:
+    """x, a number of something.
+
+    Raises:
+      TypeError, ValueError: no integer of 1 or more.
+    """
     if not isinstance(x, numbers.Integral) or isinstance(x, bool):
-        raise TypeError(f"max_num_segments: got {x!r}; it must be an integer")
+        raise TypeError(f"{name}: got {x!r}; it must be an integer")
     if x < 1:
-        raise ValueError(f"max_num_segments: got {x}; it must be 1 or more")
+        raise ValueError(f"{name}: got {x}; it must be 1 or more")
     return int(x)
+
+
+def _agrees(name: str, given: int | None, number: int) -> None:
+    if given is not None and given != number:
+        raise ValueError(f"{name}: got {given}; it must be {number}, as in the array")
 
 
 def lengths_shape(cu_seqlens: Any, batch: int) -> None:
