@@ -121,7 +121,7 @@ def kimi_delta_attention(
     )  # fmt: skip
     output, final = attend(_implementation(call, find_target()), call.operands, call.packing)
     if call.packing is not None and call.packing.valid is not None:
-        # Multiplied rather than selected, so that the gradients of such a row are NaN as well.
+        # To an implementation such a row is all padding: its gradients are 0, and do not tell.
         poison = jnp.where(call.packing.valid, 1.0, jnp.nan)
         rows = (-1, 1, 1) if layout == "HBTD" else (-1, 1, 1, 1)
         output = output * poison.reshape(rows).astype(output.dtype)
