@@ -17,7 +17,7 @@ import jax
 
 from kdagen.chips import CHIPS, Chip
 from kdagen.compiler import aot
-from kdagen.compiler.schedule import read_schedules
+from kdagen.compiler.schedule import Schedule, read_schedules
 from kdagen.generate import load
 from kdagen.gradient.shapes import inputs
 from kdagen.gradient.source import generate
@@ -83,21 +83,31 @@ def point(name: str, chip: Chip) -> tuple[Problem, BackwardVariant]:
     return dataclasses.replace(problem, tokens=2 * variant.block_tokens + rest), variant
 
 
-def outcome(problem: Problem, variant: BackwardVariant, chip: Chip) -> dict[str, Any]:
-    violation = check(variant, problem, chip)
-    if violation is not None:
-        return {"violation": violation.constraint}
+def compiled(problem: Problem, variant: BackwardVariant, chip: Chip) -> Schedule:
+    """The kernel of all gradients.
+
+    Raises:
+      aot.CompileError: the compiler refused.
+    """
     request = Request.everything(problem)
     given = inputs(problem, variant, request).values()
     structs = [None if x is None else jax.ShapeDtypeStruct(*x) for x in given]
     module = load(generate(problem, request, variant, chip))
     function = functools.partial(module.backward, **operands.scalars(problem))
-    try:
-        program = aot.compile_for(chip, function, structs, keep_in_hbm=True)
-    except aot.CompileError as error:
-        return {"refused": error.message}
+    program = aot.compile_for(chip, function, structs, keep_in_hbm=True)
     assert program.dump_dir is not None
     (kernel,) = (s for s in read_schedules(program.dump_dir, chip) if s.is_kernel)
+    return kernel
+
+
+def outcome(problem: Problem, variant: BackwardVariant, chip: Chip) -> dict[str, Any]:
+    violation = check(variant, problem, chip)
+    if violation is not None:
+        return {"violation": violation.constraint}
+    try:
+        kernel = compiled(problem, variant, chip)
+    except aot.CompileError as error:
+        return {"refused": error.message}
     return {
         "vmem_bytes": kernel.vmem_bytes,
         "vmem_limit_bytes": kernel.vmem_limit_bytes,

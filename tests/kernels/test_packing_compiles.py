@@ -1,0 +1,40 @@
+"""Kernels of a long packed sequence, compiled by the TPU's compiler."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kdagen.compiler.aot import worker_environment
+from tests.kernels.packed_points import KERNELS
+
+PROGRAM = Path(__file__).parent / "packed_points.py"
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """Per kernel what ``packed_points`` found, in a process of its own."""
+    folder = tmp_path_factory.mktemp("compiles")
+    environment = worker_environment(tmp_path_factory.mktemp("dump"))
+    roots = [str(PROGRAM.parents[2]), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = ":".join(filter(None, roots))
+    child = subprocess.run(
+        [sys.executable, str(PROGRAM), str(folder / "outcomes.json")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr[-2000:]
+    return json.loads((folder / "outcomes.json").read_text())
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_compiler_takes_a_million_packed_tokens(outcomes, kernel):
+    found = outcomes[kernel]
+    assert "refused" not in found, f"check() passed it, the compiler: {found['refused']}"
+    assert found["vmem_bytes"] <= found["estimated_bytes"]
+    assert found["vmem_bytes"] <= found["vmem_limit_bytes"]
