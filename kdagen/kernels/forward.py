@@ -22,7 +22,8 @@ from kdagen.kernels.forward_step import Forward, Refs, Step
 from kdagen.kernels.geometry import Cut, Extent, padded, widened
 from kdagen.kernels.lanes import F32
 from kdagen.kernels.pipeline import DRAIN, RELATIONS, STAGES, written_out
-from kdagen.kernels.segment_states import Prepare, SegmentStates, Table
+from kdagen.kernels.segment_states import SegmentStates
+from kdagen.kernels.segment_walk import Prepare, Table, Walk
 from kdagen.kernels.tiling import LANES
 
 
@@ -98,9 +99,10 @@ def _kernel(
     states = None
     if prepare is not None:
         named = {name: ref for name, ref in refs._asdict().items() if ref is not None}
-        states = SegmentStates(cut, named, segments, step, DRAIN)
-        states.begin(refs.states, row, group, geometry.operand)
-        states.prepare(row, prepare, scale, lower_bound, geometry.operand)
+        walk = Walk(cut, refs.table, segments, row, group)
+        states = SegmentStates(cut, named, walk, step, DRAIN)
+        states.begin(refs.states, geometry.operand)
+        states.prepare(prepare, scale, lower_bound, geometry.operand)
 
     def run(names: Collection[str]) -> None:
         this = Step(kernel, cut, refs, step, scale, lower_bound, states)
@@ -118,7 +120,7 @@ def _kernel(
         between = (step >= kernel.ends) & (step < cut.blocks + DRAIN - kernel.ends)
         pl.when(between)(functools.partial(run, STAGES))
     if states is not None:
-        states.end(row, group, kernel.inverse_dtype, geometry.exact)
+        states.end(kernel.inverse_dtype, geometry.exact)
 
 
 def _entering(cut: Cut, step: jax.Array) -> jax.Array:

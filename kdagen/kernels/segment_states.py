@@ -9,78 +9,22 @@ Both walk the segments of a block one by one, and most blocks have none that beg
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kdagen.kernels import packing
-from kdagen.kernels.geometry import Cut, padded, widened
-from kdagen.kernels.lanes import F32, FULL, SPLIT, dot, index, quotient, remainder, stack
-from kdagen.kernels.tiling import LANES, SUBLANES
+from kdagen.kernels.geometry import Cut, padded
+from kdagen.kernels.lanes import F32, FULL, SPLIT, dot, index, remainder, stack
+from kdagen.kernels.segment_walk import BEGIN, END, Prepare, Visited, Walk, left
 
 SLOTS = 3
 """Blocks of which ``totals_within`` and ``keys_within`` are kept: the last is read after the
 relations of the block two steps later are written."""
-
-_HEADS = 8
-"""Heads whose chains of products are written side by side, so that none waits long."""
-
-
-class Table:
-    """Where segments lie, as numbers in SMEM: one vector of int32.
-
-    Per batch row its N + 1 boundaries, and by block of tokens: the first segment that has a token
-    there; the first one behind the block; how many begin in it; the first one that ends in it, or
-    is empty and lies there; and how many do.
-    """
-
-    def __init__(self, slots: int, blocks: int, block: int):
-        """slots: N; blocks: of ``block`` tokens each."""
-        self._slots, self._blocks, self._block = slots, blocks, block
-
-    def made(self, boundaries: Any) -> Any:
-        """From boundaries [B, N + 1], NumPy's or JAX's, in O(N + blocks)."""
-        numpy = np if isinstance(boundaries, np.ndarray) else jnp
-        parts = []
-        for row in boundaries:
-            starts, ends = row[:-1], row[1:]
-            before = self._up_to(starts // self._block + 1)
-            started, ended = (self._up_to(-(-x // self._block)) for x in (starts, ends))
-            ended = numpy.concatenate([ended[:1] * 0, ended[1:]])
-            first = numpy.maximum(started[:-1] - 1, 0)
-            ending = ended[1:] - ended[:-1]
-            of_block = first, before[1:], before[1:] - before[:-1], ended[:-1], ending
-            parts += [row, *of_block]
-        return numpy.concatenate([x.astype(numpy.int32) for x in parts])
-
-    def _up_to(self, edges: Any) -> Any:
-        """How many of ``edges`` are at most 0, 1, ... up to the number of blocks."""
-        if isinstance(edges, np.ndarray):
-            return np.bincount(edges, minlength=self._blocks + 2)[: self._blocks + 1].cumsum()
-        counts = jnp.zeros(self._blocks + 1, jnp.int32).at[edges].add(1, mode="drop")
-        return jnp.cumsum(counts, dtype=jnp.int32)
-
-    def boundary(self, ref: Any, row: Any, slot: Any) -> Any:
-        """The first token of a slot."""
-        return ref[self._of_row(row) + slot]
-
-    def of_block(self, ref: Any, row: Any, block: Any, which: int) -> Any:
-        """One of the numbers of a block."""
-        return ref[self._of_row(row) + self._slots + 1 + which * self._blocks + block]
-
-    def _of_row(self, row: Any) -> Any:
-        return row * (self._slots + 1 + _OF_BLOCK * self._blocks)
-
-
-FIRST, BEHIND, BEGIN, ENDED, END = range(5)
-_OF_BLOCK = 5
 
 
 def scratch(
@@ -110,10 +54,6 @@ def scratch(
     return made
 
 
-Prepare = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
-"""From query, key, gate, rows and bound of a chunk-head to query, key and log2 decay."""
-
-
 class SegmentStates:
     """States of the segments that begin or end in the leaving block of a grid step.
 
@@ -131,9 +71,8 @@ class SegmentStates:
     state_in, state_out: those of one segment on their way.
     """
 
-    def __init__(self, cut: Cut, refs: Mapping[str, Any], slots: int, step: Any, drain: int):
-        self._cut, self._geometry, self._refs = cut, cut.geometry, refs
-        self.table = Table(slots, cut.blocks, cut.geometry.block)
+    def __init__(self, cut: Cut, refs: Mapping[str, Any], walk: Walk, step: Any, drain: int):
+        self._cut, self._geometry, self._refs, self._walk = cut, cut.geometry, refs, walk
         self._leaving = jnp.maximum(step - drain, 0)
         self._entering = jnp.minimum(step, cut.blocks - 1)
         self._enters = step < cut.blocks
@@ -143,65 +82,41 @@ class SegmentStates:
         self._leaving_slot = remainder(step + SLOTS - drain, SLOTS)
 
     def prepare(
-        self, row: Any, prepare: Prepare, scale: float, lower_bound: float | None, dtype: Any
+        self, prepare: Prepare, scale: float, lower_bound: float | None, dtype: Any
     ) -> None:
         """Forms what the states of segments take of the entering block, if any begins or ends."""
-        refs, geometry = self._refs, self._geometry
-        for r in range(geometry.rows):
+        prepared = functools.partial(
+            self._walk.prepare,
+            block=self._entering,
+            refs=self._refs,
+            prepare=prepare,
+            gate_rows=self._gate_rows,
+            lower_bound=lower_bound,
+            dtype=dtype,
+            keep=functools.partial(self._keep, scale),
+        )
+        for r in self._walk.rows:
+            busy = self._walk.busy(r, self._entering) & self._enters
+            pl.when(busy)(functools.partial(prepared, r))
 
-            @pl.when(self._busy(row, r))
-            def _(r=r):
-                for n in range(geometry.chunks):
-                    lanes = slice(n * geometry.chunk, (n + 1) * geometry.chunk)
-                    first, behind = (refs["spans"][r, i : i + 1, lanes] for i in range(2))
-                    start = self._entering * geometry.block + n * geometry.chunk
-                    first, behind = (
-                        jnp.clip(x - start, 0, geometry.chunk) for x in (first, behind)
-                    )
-                    masks = packing.sums_within(first, behind, dtype)
+    def _gate_rows(self, head: Any) -> tuple[jax.Array, ...]:
+        if "gate_rows" not in self._refs:
+            return ()
+        return tuple(self._refs["gate_rows"][i, pl.ds(head, 1), :] for i in range(2))
 
-                    def of_heads(heads: list[Any], n=n, masks=masks) -> None:
-                        self._prepare(n, r, heads, masks, prepare, scale, lower_bound, dtype)
-
-                    self._each_head(of_heads)
-
-    def _prepare(
-        self, n: int, r: int, heads: list[Any], masks: Any, prepare: Prepare,
-        scale: float, lower_bound: float | None, dtype: Any,
-    ) -> None:  # fmt: skip
-        refs, cut, slot = self._refs, self._cut, self._entering_slot
-        made = []
-        for head in heads:
-            where = functools.partial(cut.rows_of, n, r)
-            ratio = cut.extent.ratio
-            key_head = head // ratio if isinstance(head, int) else quotient(head, ratio)
-            query, key = (
-                widened(refs[name][where(key_head, cut.extent.key_dim)].astype(F32))
-                for name in ("query", "key")
-            )
-            gate = widened(refs["gate"][where(head, cut.extent.key_dim)].astype(F32))
-            rows: tuple[Any, ...] = ()
-            if "gate_rows" in refs:
-                rows = tuple(refs["gate_rows"][i, pl.ds(head, 1), :] for i in range(2))
-            query, key, decay = prepare(query, key, gate, rows, lower_bound)
-            before, after = packing.sums(decay, masks, dtype)
-            made.append((query, key, before, after))
-        for head, (query, key, before, after) in zip(heads, made, strict=True):
-            item = self._item(n, r, head)
-            refs["totals_within"][slot, item] = before
-            if "decayed_within" in refs:
-                factor = jnp.exp2(before)
-                both = stack([query * (factor * scale), key * factor])
-                ref = refs["decayed_within"]
-                ref[self._slot, item] = both.astype(ref.dtype)
-            if "keys_within" in refs:
-                ref = refs["keys_within"]
-                ref[slot, item] = jnp.transpose(key * jnp.exp2(after)).astype(ref.dtype)
-
-    def _busy(self, row: Any, r: int) -> Any:
-        """Whether a segment begins or ends in a batch row of the entering block."""
-        of_block = functools.partial(self._of_block, row, r, block=self._entering)
-        return (of_block(which=BEGIN) + of_block(which=END) > 0) & self._enters
+    def _keep(
+        self, scale: float, item: Any, query: Any, key: Any, before: jax.Array, after: jax.Array
+    ) -> None:
+        refs, slot = self._refs, self._entering_slot
+        refs["totals_within"][slot, item] = before
+        if "decayed_within" in refs:
+            factor = jnp.exp2(before)
+            both = stack([query * (factor * scale), key * factor])
+            ref = refs["decayed_within"]
+            ref[self._slot, item] = both.astype(ref.dtype)
+        if "keys_within" in refs:
+            ref = refs["keys_within"]
+            ref[slot, item] = jnp.transpose(key * jnp.exp2(after)).astype(ref.dtype)
 
     def _keep_strengths(self, r: int) -> None:
         refs, geometry = self._refs, self._geometry
@@ -214,18 +129,16 @@ class SegmentStates:
 
     def keep_corrected(self, item: int, x: jax.Array) -> None:
         """Keeps the corrected values [C, VP] of a chunk-head of the leaving block."""
-        if "corrected" not in self._refs:
-            return
-        ref = self._refs["corrected"]
-        ref[item] = x.astype(ref.dtype)
+        if "corrected" in self._refs:
+            ref = self._refs["corrected"]
+            ref[item] = x.astype(ref.dtype)
 
-    def begin(self, states: Any, row: Any, group: Any, dtype: Any) -> None:
+    def begin(self, states: Any, dtype: Any) -> None:
         """Ahead of the recurrence: what it is to add, and the states before it."""
         if "state_before" in self._refs:
-            for r in self._rows():
-                ends = self._of_block(row, r, END) > 0
+            for r in self._walk.rows:
 
-                @pl.when(self._active & ends)
+                @pl.when(self._active & (self._walk.of_block(r, self._leaving, END) > 0))
                 def _(r=r):
                     heads = self._geometry.heads
                     self._refs["state_before"][r * heads : (r + 1) * heads] = states[r, 0]
@@ -233,9 +146,9 @@ class SegmentStates:
         if "seen_within" not in self._refs:
             return
         before = jnp.maximum(self._leaving - 1, 0)
-        for r in self._rows():
-            begun = self._of_block(row, r, BEGIN) > 0
-            stale = (self._leaving == 0) | (self._of_block(row, r, BEGIN, before) > 0)
+        for r in self._walk.rows:
+            begun = self._walk.of_block(r, self._leaving, BEGIN) > 0
+            stale = (self._leaving == 0) | (self._walk.of_block(r, before, BEGIN) > 0)
 
             @pl.when(self._active & (begun | stale))
             def _(r=r):
@@ -243,210 +156,112 @@ class SegmentStates:
 
             @pl.when(self._active & begun)
             def _(r=r):
-                self._begin_row(row, r, group, dtype)
+                visit = functools.partial(self._begin, r, dtype)
+                self._walk.each(r, self._leaving, visit, begins=True)
 
     def _forget(self, r: int) -> None:
         heads = self._geometry.heads
         for n in range(self._geometry.chunks):
-            first = n * self._geometry.streams + r * heads
             for name in ("seen_within", "state_within"):
                 ref = self._refs[name]
                 zero = jnp.zeros(ref.shape[1:], F32)
 
-                def clear(head: Any, carry: Any, ref=ref, zero=zero, first=first) -> Any:
-                    ref[first + head] = zero
+                def clear(head: Any, carry: Any, ref=ref, zero=zero, n=n) -> Any:
+                    ref[self._walk.item(n, r, head)] = zero
                     return carry
 
                 lax.fori_loop(0, heads, clear, jnp.int32(0))
 
-    def _begin_row(self, row: Any, r: int, group: Any, dtype: Any) -> None:
-        refs, chunk = self._refs, self._geometry.chunk
+    def _begin(self, r: int, dtype: Any, at: Visited) -> None:
+        """What the tokens of a segment that begins see of its initial state."""
+        refs, walk, chunk = self._refs, self._walk, self._geometry.chunk
+        pltpu.sync_copy(walk.state(refs["initial"], r, at.segment), refs["state_in"])
 
-        def begin(segment: Any, n: Any, first: Any, last: Any, goes_on: Any) -> None:
-            self._fetch(row, r, segment, group)
+        def of_heads(heads: list[Any]) -> None:
+            items = [walk.item(at.n, r, head) for head in heads]
+            states = [refs["state_in"][head] for head in heads]
+            found = [
+                dot(refs["decayed_within"][self._slot, item], state, dtype=dtype)
+                for item, state in zip(items, states, strict=True)
+            ]
+            row = remainder(index(found[0].shape, 0), chunk)
+            mine = (row >= at.first) & (row < at.last)
+            ref = refs["seen_within"]
+            seen = [jnp.where(mine, x, ref[i]) for x, i in zip(found, items, strict=True)]
+            after = [x * self._left(i, at) for x, i in zip(states, items, strict=True)]
+            for item, x, state in zip(items, seen, after, strict=True):
+                ref[item] = x
+                # of one that ends in the chunk the next one does not see this
+                refs["state_within"][item] = jnp.where(at.goes_on, state, 0.0)
 
-            def of_heads(heads: list[Any]) -> None:
-                items = [self._item(n, r, head) for head in heads]
-                states = [refs["state_in"][head] for head in heads]
-                found = [
-                    dot(refs["decayed_within"][self._slot, item], state, dtype=dtype)
-                    for item, state in zip(items, states, strict=True)
-                ]
-                at = remainder(index(found[0].shape, 0), chunk)
-                mine = (at >= first) & (at < last)
-                ref = refs["seen_within"]
-                seen = [jnp.where(mine, x, ref[i]) for x, i in zip(found, items, strict=True)]
-                left = [x * self._left(i, last) for x, i in zip(states, items, strict=True)]
-                for item, x, state in zip(items, seen, left, strict=True):
-                    ref[item] = x
-                    # of one that ends in the chunk the next one does not see this
-                    refs["state_within"][item] = jnp.where(goes_on, state, 0.0)
+        walk.each_head(of_heads)
 
-            self._each_head(of_heads)
-
-        self._each(row, r, begin, lambda start, end, at: start >= at)
-
-    def end(self, row: Any, group: Any, inverse_dtype: Any, exact: bool) -> None:
+    def end(self, inverse_dtype: Any, exact: bool) -> None:
         """After the recurrence: the final states of segments that end in the leaving block."""
         if "state_before" not in self._refs:
             return
         passes = FULL if exact else SPLIT
-        for r in self._rows():
+        for r in self._walk.rows:
             # the rows of write strengths are there only now
-            pl.when(self._busy(row, r))(functools.partial(self._keep_strengths, r))
-            ends = self._of_block(row, r, END) > 0
+            busy = self._walk.busy(r, self._entering) & self._enters
+            pl.when(busy)(functools.partial(self._keep_strengths, r))
 
-            @pl.when(self._active & ends)
+            @pl.when(self._active & (self._walk.of_block(r, self._leaving, END) > 0))
             def _(r=r):
-                self._end_row(row, r, group, inverse_dtype, passes)
+                visit = functools.partial(self._end, r, inverse_dtype, passes)
+                self._walk.each(r, self._leaving, visit)
+                self._walk.each_empty(r, self._leaving, functools.partial(self._pass_by, r))
 
-    def _end_row(self, row: Any, r: int, group: Any, inverse_dtype: Any, passes: int) -> None:
-        refs, geometry = self._refs, self._geometry
+    def _end(self, r: int, inverse_dtype: Any, passes: int, at: Visited) -> None:
+        """The state of a segment at its end, or at that of the chunk."""
+        refs, walk, geometry = self._refs, self._walk, self._geometry
+        if "state_in" in refs:
 
-        def end(segment: Any, n: Any, first: Any, last: Any, goes_on: Any) -> None:
-            opened = self.table.boundary(refs["table"], self._row(row, r), segment)
-            begins = opened >= self._start(n)
-            if "state_in" in refs:
-
-                @pl.when(begins)
-                def _():
-                    self._fetch(row, r, segment, group)
-
-            place = r * geometry.heads
-
-            def of_heads(heads: list[Any]) -> None:
-                items = [self._item(n, r, head) for head in heads]
-                states = []
-                for head, item in zip(heads, items, strict=True):
-                    state = refs["state_before"][place + head]
-                    own = refs["state_in"][head] if "state_in" in refs else jnp.zeros_like(state)
-                    states.append(jnp.where(begins, own, state) * self._left(item, last))
-                written = [
-                    self._written(item, first, last, inverse_dtype, passes) for item in items
-                ]
-                for head, state, more in zip(heads, states, written, strict=True):
-                    refs["state_out"][head] = state + more
-
-            self._each_head(of_heads)
-
-            @pl.when(goes_on)
+            @pl.when(at.begins)
             def _():
-                refs["state_before"][place : place + geometry.heads] = refs["state_out"][...]
+                pltpu.sync_copy(walk.state(refs["initial"], r, at.segment), refs["state_in"])
 
-            @pl.when(~goes_on)
-            def _():
-                heads = pl.ds(group * geometry.heads, geometry.heads)
-                whole = refs["segment_finals"].at[self._row(row, r), segment, heads]
-                pltpu.sync_copy(refs["state_out"], whole)
+        place = r * geometry.heads
 
-        self._each(row, r, end, lambda start, end, at: True)
-        self._pass_by(row, r, group)
+        def of_heads(heads: list[Any]) -> None:
+            items = [walk.item(at.n, r, head) for head in heads]
+            states = []
+            for head, item in zip(heads, items, strict=True):
+                state = refs["state_before"][place + head]
+                own = refs["state_in"][head] if "state_in" in refs else jnp.zeros_like(state)
+                states.append(jnp.where(at.begins, own, state) * self._left(item, at))
+            written = [self._written(item, at, inverse_dtype, passes) for item in items]
+            for head, state, more in zip(heads, states, written, strict=True):
+                refs["state_out"][head] = state + more
 
-    def _pass_by(self, row: Any, r: int, group: Any) -> None:
-        """The final states of empty segments, which are their initial ones, or 0."""
-        refs, table, batch = self._refs, self.table, self._row(row, r)
-        heads = pl.ds(group * self._geometry.heads, self._geometry.heads)
+        walk.each_head(of_heads)
 
-        def of_segment(segment: Any, carry: Any) -> Any:
-            start, end = (table.boundary(refs["table"], batch, segment + i) for i in range(2))
+        @pl.when(at.goes_on)
+        def _():
+            refs["state_before"][place : place + geometry.heads] = refs["state_out"][...]
 
-            @pl.when(start == end)
-            def _():
-                state = refs["state_out"]
-                if "initial" in refs:
-                    pltpu.sync_copy(refs["initial"].at[batch, segment, heads], state)
-                else:
-                    state[...] = jnp.zeros_like(state)
-                pltpu.sync_copy(state, refs["segment_finals"].at[batch, segment, heads])
+        @pl.when(~at.goes_on)
+        def _():
+            finals = walk.state(refs["segment_finals"], r, at.segment)
+            pltpu.sync_copy(refs["state_out"], finals)
 
-            return carry
+    def _pass_by(self, r: int, segment: Any) -> None:
+        """The final state of an empty segment, which is its initial one, or 0."""
+        refs, state = self._refs, self._refs["state_out"]
+        if "initial" in refs:
+            pltpu.sync_copy(self._walk.state(refs["initial"], r, segment), state)
+        else:
+            state[...] = jnp.zeros_like(state)
+        pltpu.sync_copy(state, self._walk.state(refs["segment_finals"], r, segment))
 
-        first = self._of_block(row, r, ENDED)
-        behind = first + self._of_block(row, r, END)
-        lax.fori_loop(first, behind, of_segment, jnp.int32(0))
+    def _left(self, item: Any, at: Visited) -> jax.Array:
+        """What is left of a state where a segment ends in a chunk, [KP, 1] f32."""
+        return left(self._refs["totals_within"], (self._leaving_slot, item), at.last - 1)
 
-    def _each(
-        self,
-        row: Any,
-        r: int,
-        visit: Callable[[Any, Any, Any, Any, Any], None],
-        counts: Callable[[Any, Any, Any], Any],
-    ) -> None:
-        """``visit(segment, chunk of the block, first row, row behind the last, goes on)`` for every
-        chunk of the leaving block and every segment that has a token there and ``counts(first
-        token, token behind it, first token of the chunk)``; it ``goes on`` if it has tokens behind
-        the chunk."""
-        chunk, table, ref = self._geometry.chunk, self.table, self._refs["table"]
-        batch = self._row(row, r)
-
-        def of_chunk(n: Any, carry: Any) -> Any:
-            at = self._start(n)
-
-            def of_segment(segment: Any, carry: Any) -> Any:
-                start, end = (table.boundary(ref, batch, segment + i) for i in range(2))
-                here = (start < at + chunk) & (end > at) & (end > start)
-
-                @pl.when(here & counts(start, end, at))
-                def _():
-                    first, last = jnp.maximum(start - at, 0), jnp.minimum(end - at, chunk)
-                    visit(segment, n, first, last, end > at + chunk)
-
-                return carry
-
-            first, behind = (self._of_block(row, r, which) for which in (FIRST, BEHIND))
-            return lax.fori_loop(first, behind, of_segment, carry)
-
-        lax.fori_loop(0, self._geometry.chunks, of_chunk, jnp.int32(0))
-
-    def _each_head(self, visit: Callable[[list[Any]], None]) -> None:
-        """``visit`` of all heads of the program, some of them at a time."""
-        heads, widths = self._geometry.heads, (self._cut.extent.key_dim, self._cut.extent.value_dim)
-        if self._cut.flat and any(width % LANES for width in widths):
-            # lanes are taken from where a number known beforehand says
-            visit(list(range(heads)))
-            return
-        together = math.gcd(heads, _HEADS)
-
-        def some(i: Any, carry: Any) -> Any:
-            visit([i * together + j for j in range(together)])
-            return carry
-
-        lax.fori_loop(0, heads // together, some, jnp.int32(0))
-
-    def _fetch(self, row: Any, r: int, segment: Any, group: Any) -> None:
-        """The initial states of a segment, of all heads of the program."""
-        heads = pl.ds(group * self._geometry.heads, self._geometry.heads)
-        own = self._refs["initial"].at[self._row(row, r), segment, heads]
-        pltpu.sync_copy(own, self._refs["state_in"])
-
-    def _left(self, item: Any, last: Any) -> jax.Array:
-        """What is left of a state up to a row of a chunk-head, [KP, 1] f32."""
-        total = self._refs["totals_within"][self._leaving_slot, item, pl.ds(last - 1, 1), :]
-        left = jnp.broadcast_to(jnp.exp2(total), (SUBLANES, total.shape[1]))
-        return jnp.transpose(left)[:, 0:1]
-
-    def _written(self, item: Any, first: Any, last: Any, dtype: Any, passes: int) -> jax.Array:
-        """What rows first to last - 1 of a chunk-head have written by the end of their segment, or
-        of the chunk: [KP, VP] f32."""
+    def _written(self, item: Any, at: Visited, dtype: Any, passes: int) -> jax.Array:
+        """What a segment has written in a chunk by its end, or that of the chunk: [KP, VP] f32."""
         keys = self._refs["keys_within"][self._leaving_slot, item].astype(F32)
         lane = index(keys.shape, 1)
         written = keys * self._refs["strengths_within"][self._leaving_slot, item]
-        written = jnp.where((lane >= first) & (lane < last), written, 0.0)
+        written = jnp.where((lane >= at.first) & (lane < at.last), written, 0.0)
         return dot(written, self._refs["corrected"][item], dtype=dtype, passes=passes)
-
-    def _item(self, n: Any, r: int, head: Any) -> Any:
-        return n * self._geometry.streams + r * self._geometry.heads + head
-
-    def _start(self, n: Any) -> Any:
-        """The first token of a chunk of the leaving block."""
-        return self._leaving * self._geometry.block + n * self._geometry.chunk
-
-    def _rows(self) -> Iterator[int]:
-        return iter(range(self._geometry.rows))
-
-    def _row(self, row: Any, r: int) -> Any:
-        return row * self._geometry.rows + r
-
-    def _of_block(self, row: Any, r: int, which: int, block: Any = None) -> Any:
-        block = self._leaving if block is None else block
-        return self.table.of_block(self._refs["table"], self._row(row, r), block, which)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kdagen.kernels.segment_states import Table
+from kdagen.kernels.segment_walk import Table
 from kdagen.kernels.tiling import LANES
 from kdagen.problem import Problem
 from kdagen.reference.packing import Packing
