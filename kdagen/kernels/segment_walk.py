@@ -127,16 +127,26 @@ class Walk:
         return n * self.geometry.streams + r * self.geometry.heads + head
 
     def each(
-        self, r: int, block: Any, visit: Callable[[Visited], None], *, begins: bool = False
+        self,
+        r: int,
+        block: Any,
+        visit: Callable[[Visited], None],
+        *,
+        begins: bool = False,
+        backwards: bool = False,
     ) -> None:
-        """Chunk by chunk, ``visit`` of every segment that has tokens there, or ``begins`` there."""
+        """Chunk by chunk, ``visit`` of every segment that has tokens there, or ``begins`` there;
+        ``backwards``, from the last chunk and the last segment on."""
         chunk = self.geometry.chunk
         batch = self._batch(r)
+        first, behind = (self.of_block(r, block, which) for which in (FIRST, BEHIND))
 
-        def of_chunk(n: Any, carry: Any) -> Any:
+        def of_chunk(i: Any, carry: Any) -> Any:
+            n = self.geometry.chunks - 1 - i if backwards else i
             at = block * self.geometry.block + n * chunk
 
-            def of_segment(segment: Any, carry: Any) -> Any:
+            def of_segment(j: Any, carry: Any) -> Any:
+                segment = first + behind - 1 - j if backwards else j
                 start, end = self._edges(batch, segment)
                 here = (start < at + chunk) & (end > at) & (end > start)
 
@@ -146,7 +156,6 @@ class Walk:
 
                 return carry
 
-            first, behind = (self.of_block(r, block, which) for which in (FIRST, BEHIND))
             return lax.fori_loop(first, behind, of_segment, carry)
 
         lax.fori_loop(0, self.geometry.chunks, of_chunk, jnp.int32(0))
