@@ -16,9 +16,9 @@ def inputs(
 
     query, key [H, B, T, K]; value [HV, B, T, V]; gate [HV, B, T, K]; beta [HV, B, T]; a_log [HV]
     and delta_time_bias [HV, K] of a raw gate; spans [B, 2, T] and boundaries [B, N + 1] of
-    ``kdagen.kernels.packing`` if there are segments; the residuals of
-    ``kdagen.kernels.forward.Results``, states being of dtype ``states``; d_output as value;
-    d_final [B, 1, HV, K, V]. In layout "BTHD" the first five and d_output are [B, T, H, D].
+    ``kdagen.kernels.packing``, and initial_state [B, N, HV, K, V], if there are segments; the
+    residuals of ``kdagen.kernels.forward.Results``, states being of dtype ``states``; d_output as
+    value; d_final [B, N, HV, K, V]. In layout "BTHD" the first five and d_output are [B, T, H, D].
     """
     heads, rows = problem.value_heads, problem.batch
     blocks = -(-problem.tokens // variant.block_tokens)
@@ -34,7 +34,7 @@ def inputs(
     raw, packed = problem.gate != "log_decay", problem.segments is not None
     groups = (rows // variant.rows, heads // variant.heads, blocks)
     packs = variant.streams * variant.block_tokens // LANES
-    final = (rows, 1, heads, problem.key_dim, problem.value_dim)
+    state = (rows, problem.slots, heads, problem.key_dim, problem.value_dim)
     return {
         "query": key,
         "key": key,
@@ -45,11 +45,12 @@ def inputs(
         "delta_time_bias": ((heads, problem.key_dim), "float32") if raw else None,
         "spans": ((rows, 2, problem.tokens), "int32") if packed else None,
         "boundaries": ((rows, problem.slots + 1), "int32") if packed else None,
+        "initial_state": (state, "float32") if packed and problem.initial_state else None,
         "states": ((rows, heads, blocks * variant.chunks, key_dim, value_dim), states),
         "inverse": ((*groups, packs, variant.chunk, LANES), problem.dtype)
         if variant.keep_inverse
         else None,
         "corrected": value if variant.keep_corrected else None,
         "d_output": value if request.output_cotangent else None,
-        "d_final": (final, "float32") if request.state_cotangent else None,
+        "d_final": (state, "float32") if request.state_cotangent else None,
     }

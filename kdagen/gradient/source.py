@@ -97,6 +97,8 @@ def generate(problem: Problem, request: Request, variant: BackwardVariant, chip:
                 per_pack=LANES // variant.chunk,
                 exact=problem.exact,
                 packed=problem.segments is not None,
+                segment_states=problem.segments is not None
+                and (problem.initial_state or request.state_cotangent),
                 layout=problem.layout,
                 vmem_limit_bytes=variant.vmem_limit_mib * MIB or None,
                 kernel_name=f"kda_backward_{identity[:12]}",
@@ -110,6 +112,8 @@ def generate(problem: Problem, request: Request, variant: BackwardVariant, chip:
 def _facts(problem: Problem, request: Request) -> dict[str, object]:
     fields = problem.to_dict()
     facts = {name: fields[name] for name in SPECIALISED} | packing_fact(problem)
+    if problem.segments is not None:
+        facts["initial_state"] = problem.initial_state
     return facts | {
         "wanted": request.wanted,
         "output_cotangent": request.output_cotangent,

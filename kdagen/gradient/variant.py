@@ -160,13 +160,18 @@ def check(variant: BackwardVariant, problem: Problem, chip: Chip) -> Violation |
     return None
 
 
-def _served(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | None:
-    for name in ("initial_state", "final_state"):
-        if problem.segments is not None and getattr(problem, name):
-            return (
-                f"{name}=True with segments={problem.segments!r} of the problem: the kernel serves "
-                "packed sequences without states of their segments"
-            )
+def needs_corrected(problem: Problem) -> bool:
+    """Whether corrected values cannot be formed again: segments have initial states of their own,
+    which went into them."""
+    return problem.segments is not None and problem.initial_state
+
+
+def _segment_states(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | None:
+    if needs_corrected(problem) and not variant.keep_corrected:
+        return (
+            "keep_corrected=False: with initial states of segments corrected values are kept, and "
+            "not formed again"
+        )
     return None
 
 
@@ -277,7 +282,7 @@ _SPILL_FACTOR_OF_PARTS = 1.4
 _SPILL_FACTOR = {"v4": 1.3}
 _LEAST_SPILL_MIB = 0.25
 
-CONSTRAINTS = (_served, _values, _chunk, _kept, _packing, _code_size, _vmem)
+CONSTRAINTS = (_segment_states, _values, _chunk, _kept, _packing, _code_size, _vmem)
 
 
 def vmem_bytes(variant: BackwardVariant, problem: Problem, chip: Chip) -> int:
@@ -323,6 +328,11 @@ def handover(variant: BackwardVariant, problem: Problem, request: Request) -> Ha
         rate="a_log" in request.wanted,
         corrected=wants and not variant.keep_corrected,
         packed=wants and problem.segments is not None,
+        streams=variant.streams,
+        heads=variant.heads,
+        initial=problem.segments is not None and problem.initial_state,
+        final=problem.segments is not None and request.state_cotangent,
+        written=GRADIENTS in request.stages,
     )
 
 
@@ -355,7 +365,7 @@ def default_variant(problem: Problem, chip: Chip, *, kept: bool = False) -> Back
                     inverse_block=4 if problem.wide_inverse else 8,
                     inverse_dtype=inverse_dtype,
                     keep_inverse=kept and True in keeps_inverse(problem),
-                    keep_corrected=kept,
+                    keep_corrected=kept or needs_corrected(problem),
                     vmem_limit_mib=limit,
                 )
                 found = check(variant, problem, chip)

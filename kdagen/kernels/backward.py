@@ -20,9 +20,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kdagen.kernels import lockstep, packing
+from kdagen.kernels.backward_states import BackwardStates
 from kdagen.kernels.backward_step import DRAIN, Backward, Refs, Step, absent
 from kdagen.kernels.geometry import Cut, Extent, gate_rows, padded
 from kdagen.kernels.lanes import F32, quotient, remainder
+from kdagen.kernels.segment_walk import Prepare, Table, Walk
 from kdagen.kernels.tiling import LANES
 
 Stages = Callable[[Step], Mapping[str, Callable[[int], lockstep.Stage]]]
@@ -35,15 +37,19 @@ def _kernel(
     slots,
     scale: float,
     lower_bound: float | None,
+    segments: int,
+    prepare: Prepare | None,
+    within: Sequence[str],
     handed: Sequence[str],
     *operands,
 ) -> None:
     """Body of one grid step. ``operands`` are the references in the order of ``Refs``, those of
-    ``handed`` by name last."""
+    ``within`` and of ``handed`` by name last."""
     given, missing = iter(operands), absent(kernel)
-    fields = [name for name in Refs._fields if name != "handed"]
+    fields = [name for name in Refs._fields if name not in ("within", "handed")]
     found = {name: None if missing.get(name) else next(given) for name in fields}
-    refs = Refs(**found, handed=dict(zip(handed, given, strict=True)))
+    named = {name: next(given) for name in within}
+    refs = Refs(**found, within=named, handed=dict(zip(handed, given, strict=True)))
     geometry = kernel.geometry
     row, group, step = (pl.program_id(i) for i in range(3))
     mine = pl.ds(group * geometry.heads, geometry.heads)
@@ -55,7 +61,7 @@ def _kernel(
     # the recurrence of the last block begins: scratch still holds what another program left
     @pl.when(step == DRAIN)
     def _():
-        if refs.d_final is None:
+        if refs.d_final is None or kernel.packed:
             refs.d_state[...] = jnp.zeros_like(refs.d_state)
         else:
             for batch, streams in rows:
@@ -72,10 +78,17 @@ def _kernel(
         windows = [(ref, this.entering) for ref in entered]
         windows += [(ref, this.leaving) for ref in left if ref is not None]
         packing.clear_padding(cut, refs.lengths, row, windows)
+    if prepare is not None:
+        walk = Walk(cut, refs.table, segments, row, group)
+        this.states = BackwardStates(kernel, cut, refs, walk, this.entering, this.leaving, step)
+        this.states.begin()
+        this.states.prepare(prepare, scale, lower_bound)
     this.arrange(row)
     lockstep.run(slots, stages(this))
+    if this.states is not None:
+        this.states.end(scale)
 
-    if refs.d_initial is not None:
+    if refs.d_initial is not None and not kernel.packed:
 
         @pl.when(step == pl.num_programs(2) - 1)
         def _():
@@ -96,6 +109,7 @@ def call(
     delta_time_bias: jax.Array | None,
     spans: jax.Array | None,
     boundaries: jax.Array | None,
+    initial_state: jax.Array | None,
     states: jax.Array | None,
     inverse: jax.Array | None,
     corrected: jax.Array | None,
@@ -104,6 +118,7 @@ def call(
     *,
     scale: float,
     lower_bound: float | None,
+    prepare: Prepare | None = None,
     interpret: Any = False,
 ) -> dict[str, jax.Array]:
     """Runs the kernel.
@@ -117,17 +132,19 @@ def call(
       a_log: [HV] f32 or None (a rate of 1); delta_time_bias: [HV, K] f32 or None.
       spans [B, 2, T], boundaries [B, N + 1]: see ``kdagen.kernels.packing``; given exactly where
         ``kernel.packed``.
+      initial_state: [B, N, HV, K, V] f32, of segments, where they have any.
       states, inverse, corrected: that a forward of the same chunks kept, see
         ``kdagen.kernels.forward.Results``; the last two exactly where ``kernel`` says so.
       d_output: cotangent of the output [HV, B, T, V], given exactly where ``kernel`` says so.
-      d_final: that of the final state [B, 1, HV, K, V] f32, likewise.
+      d_final: that of the final state [B, N, HV, K, V] f32, likewise; N is 1 without segments.
       scale: of the queries.
       lower_bound: of a bounded gate.
+      prepare: see ``kdagen.kernels.segment_walk.Prepare``; where segments have states of their own.
       interpret: False, True or ``pltpu.InterpretParams()``.
 
     Returns:
       The gradients of ``kernel.wanted`` by name, each of its operand's shape and dtype, and
-      initial_state [B, 1, HV, K, V] f32.
+      initial_state [B, N, HV, K, V] f32.
     """
     geometry = kernel.geometry
     extent = Extent.of(geometry.layout, query, value)
@@ -137,7 +154,10 @@ def call(
     last = cut.blocks - 1
     entering = lambda step: last - jnp.minimum(step, last)  # noqa: E731
     leaving = lambda step: last - jnp.maximum(step - DRAIN, 0)  # noqa: E731
-    handed = kernel.handover.shapes(*state_shape)
+    handed, within = (
+        make(*state_shape) for make in (kernel.handover.shapes, kernel.handover.within)
+    )
+    segments = 1 if boundaries is None else boundaries.shape[1] - 1
 
     whole = inverse_spec = pl.BlockSpec(memory_space=pl.ANY)
     if kernel.keep_inverse:
@@ -151,6 +171,8 @@ def call(
         "beta": cut.per_pack((LANES,), entering),
         "spans": packing.spans_spec(cut, entering),
         "lengths": pl.BlockSpec(memory_space=pltpu.SMEM),
+        "table": pl.BlockSpec(memory_space=pltpu.SMEM),
+        "initial": whole,
         "gate_rows": pl.BlockSpec(
             (geometry.heads, 2, state_shape[0]), lambda row, group, step: (group, 0, 0)
         ),
@@ -165,6 +187,10 @@ def call(
         "beta": lambda: cut.lane_rows(beta),
         "spans": lambda: packing.spans_view(cut, _present("spans", spans)),
         "lengths": lambda: _present("boundaries", boundaries)[:, -1],
+        "table": lambda: Table(segments, cut.blocks, geometry.block).made(
+            _present("boundaries", boundaries)
+        ),
+        "initial": lambda: _whole_registers(_present("initial_state", initial_state), state_shape),
         "gate_rows": lambda: gate_rows(a_log, delta_time_bias, extent.value_heads, key_dim),
         "d_output": lambda: cut.view(_present("d_output", d_output)),
         "states": lambda: _present("states", states),
@@ -183,7 +209,7 @@ def call(
         jax.ShapeDtypeStruct, manual_axis_type=jax.sharding.ManualAxisType(varying=axes)
     )
     heads, value_heads = extent.heads, extent.value_heads
-    state = (extent.batch, 1, value_heads, *state_shape)
+    state = (extent.batch, segments, value_heads, *state_shape)
     rows_spec = pl.BlockSpec(
         (None, geometry.heads, 2, state_shape[0]), lambda row, group, step: (row, group, 0, 0)
     )
@@ -204,7 +230,17 @@ def call(
     with jax.enable_x64(False):
         found = pl.pallas_call(
             functools.partial(
-                _kernel, kernel, cut, stages, slots, scale, lower_bound, tuple(handed)
+                _kernel,
+                kernel,
+                cut,
+                stages,
+                slots,
+                scale,
+                lower_bound,
+                segments,
+                prepare,
+                tuple(within),
+                tuple(handed),
             ),
             grid=(cut.row_groups, cut.groups, cut.blocks + DRAIN),
             in_specs=[specs[name] for name in used],
@@ -213,7 +249,10 @@ def call(
             scratch_shapes=[
                 pltpu.VMEM((geometry.streams, *state_shape), F32),
                 *(packing.scratch(cut).values() if kernel.packed else ()),
-                *(pltpu.VMEM(shape, jnp.dtype(dtype)) for shape, dtype in handed.values()),
+                *(
+                    pltpu.VMEM(shape, jnp.dtype(dtype))
+                    for shape, dtype in (*within.values(), *handed.values())
+                ),
             ],
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "parallel", "arbitrary"),

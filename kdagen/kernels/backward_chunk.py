@@ -90,6 +90,8 @@ def recur(
     item.d_written = inner + outer
     if own is not None:
         item.d_written = item.d_written + own * item.d_output(F32)
+    if (more := item.written_within) is not None:
+        item.d_written = item.d_written + more
     scaled = item.d_written * item.write
     yield
     change = dot(item.transposed, scaled, dtype=inverse_dtype)
@@ -98,12 +100,15 @@ def recur(
     if put is not None:
         put(d_residual)
     item.both = stack([item.d_output(inverse_dtype), (-d_residual).astype(inverse_dtype)])
+    item.keep("both", item.both)
     yield
     update, d_strength = _update(item, strengths, dtype, inverse_dtype)
     yield
     if d_strength is not None:
         item.d_strength = item.d_written + d_strength
     whole = jnp.broadcast_to(item.whole, (8, item.whole.shape[1]))
+    if (more := item.left_within) is not None:
+        update = update + more
     d_state[stream] = d_state[stream] * jnp.transpose(whole)[:, 0:1] + update
 
 
@@ -204,6 +209,7 @@ def _with_written(item: Item, dtype: DTypeLike, passes: int) -> jax.Array:
     is taken in two parts.
     """
     written = item.corrected() * item.write
+    item.keep("written", written)
     # dS' P^T beside them costs no weights of its own, as P dS'^T would
     every = stack([item.both, item.d_state])
     if dtype == F32:

@@ -67,6 +67,23 @@ class Item:
         row = self._step.handed("ends", self._pack.number)
         return row[:, self._x * self.chunk : (self._x + 1) * self.chunk]
 
+    @property
+    def written_within(self) -> jax.Array | None:
+        """[C, VP] f32 to be added to dP, if states of segments may add anything."""
+        states = self._step.states
+        return None if states is None else states.written_within(self._at)
+
+    @property
+    def left_within(self) -> jax.Array | None:
+        """[KP, VP] f32 to be added to the cotangent of the state before the chunk, likewise."""
+        states = self._step.states
+        return None if states is None else states.left_within(self._at)
+
+    def keep(self, name: str, x: jax.Array) -> None:
+        """Keeps ``both`` or ``written`` for the states of segments."""
+        if self._step.states is not None:
+            self._step.states.keep(name, self._at, x)
+
     def left(self, level: int) -> jax.Array:
         """[C, KP] f32, factors of the rows t of a level, and of its rows j but in the base."""
         return self._step.handed("left", self._at, level)

@@ -31,6 +31,8 @@ class Backward:
       gate_rows: whether rate and bias of a raw gate are operands.
       output_cotangent, state_cotangent: whether they are operands; an absent one is 0.
       packed: whether the call has segments, see ``kdagen.kernels.packing``.
+      segment_states: whether they have states of their own, initial ones or final ones with a
+        cotangent.
       keep_inverse, keep_corrected: whether the forward kept them and they are operands; they are
         formed again where it did not.
       handover: what it hands from the relations to the rest.
@@ -42,6 +44,7 @@ class Backward:
     output_cotangent: bool
     state_cotangent: bool
     packed: bool
+    segment_states: bool
     keep_inverse: bool
     keep_corrected: bool
     handover: Handover
@@ -76,6 +79,8 @@ class Refs(NamedTuple):
     beta: Any
     spans: Any
     lengths: Any
+    table: Any
+    initial: Any
     gate_rows: Any
     d_output: Any
     states: Any
@@ -92,6 +97,7 @@ class Refs(NamedTuple):
     d_state: Any
     edges: Any
     token_rows: Any
+    within: Any
     handed: Any
 
 
@@ -100,6 +106,8 @@ def absent(kernel: Backward) -> dict[str, bool]:
     return {
         "value": kernel.keep_corrected or not kernel.wants_chunk,
         **dict.fromkeys(("spans", "lengths", "edges", "token_rows"), not kernel.packed),
+        "table": not kernel.segment_states,
+        "initial": not (kernel.handover.initial and kernel.handover.written),
         "gate_rows": not kernel.gate_rows,
         "d_output": not kernel.output_cotangent,
         "inverse": not kernel.keep_inverse,
@@ -128,6 +136,7 @@ class Step:
       kernel, scale, lower_bound: of the call.
       segments: of the entering block, or None.
       entering, leaving: numbers of the two blocks.
+      states: a ``kdagen.kernels.backward_states.BackwardStates``, or None.
       d_state: scratch [streams, KP, VP] f32, the cotangent of each stream's state.
     """
 
@@ -141,6 +150,7 @@ class Step:
         self.entering = last - jnp.minimum(step, last)
         self.leaving = last - jnp.maximum(step - DRAIN, 0)
         self.segments = Segments(cut, refs.edges, refs.token_rows) if kernel.packed else None
+        self.states: Any = None
         self._slot, self._other = remainder(step, 2), remainder(step + 1, 2)
         self._sums: dict[Any, list[Any]] = {}
 

@@ -5,6 +5,7 @@ Plain Python: the VMEM that it takes is part of whether a variant is legal.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,6 +36,10 @@ class Handover:
       gate, rate: whether the gradients of the gate, and of a_log, are wanted.
       corrected: whether corrected values are formed again.
       packed: whether the ends of segments are wanted.
+      streams, heads: of a program.
+      initial, final: whether segments have initial states of their own, and cotangents of their
+        final ones.
+      written: whether gradients of queries, keys or gates are wanted.
     """
 
     chunk: int
@@ -48,6 +53,11 @@ class Handover:
     rate: bool
     corrected: bool
     packed: bool
+    streams: int
+    heads: int
+    initial: bool
+    final: bool
+    written: bool
 
     def shapes(self, key_dim: int, value_dim: int) -> Shapes:
         """Shape and dtype of every array by name, for widths in whole registers.
@@ -92,10 +102,38 @@ class Handover:
             made["ends"] = ((packs, 1, LANES), "float32")
         return {name: ((2, *shape), dtype) for name, (shape, dtype) in made.items()}
 
+    def within(self, key_dim: int, value_dim: int) -> Shapes:
+        """Shape and dtype of what states of segments take, by name: see
+        ``kdagen.kernels.backward_states``; nothing where they have none."""
+        if not (self.initial or self.final):
+            return {}
+        chunk, items = self.chunk, self.items
+        state = (key_dim, value_dim)
+        made: dict[str, tuple[tuple[int, ...], str]] = {
+            "before": ((2, items, chunk, key_dim), "float32"),
+            "reads_within": ((2, items, key_dim, 2 * chunk), self.dtype),
+            "both": ((items, 2 * chunk, value_dim), self.inverse_dtype),
+            "d_after": ((self.streams, *state), "float32"),
+            "d_out": ((self.heads, *state), "float32"),
+        }
+        if self.final:
+            made["keys_within"] = ((2, items, chunk, key_dim), self.inverse_dtype)
+            made["written_within"] = ((items, chunk, value_dim), "float32")
+            made["left_within"] = ((items, *state), "float32")
+            made["d_in"] = ((self.heads, *state), "float32")
+        if self.final and self.written:
+            made["after"] = ((2, items, chunk, key_dim), "float32")
+        if self.initial and self.written:
+            made["state_in"] = ((self.heads, *state), "float32")
+        if self.written:
+            made["written"] = ((items, chunk, value_dim), "float32")
+        return made
+
     def bytes(self, key_dim: int, value_dim: int) -> int:
         """VMEM of all arrays; a row by itself takes a register."""
         total = 0
-        for shape, dtype in self.shapes(key_dim, value_dim).values():
+        every = (self.shapes(key_dim, value_dim), self.within(key_dim, value_dim))
+        for shape, dtype in itertools.chain(*(shapes.values() for shapes in every)):
             *outer, rows, lanes = shape
             tile = 8 * 4 // BYTES[dtype]
             padded = -(-rows // tile) * tile * (-(-lanes // LANES) * LANES)

@@ -96,9 +96,10 @@ def call(
     kept = verify.raw(kept_problem, step.forward, chip, values)
     made = source.generate(kept_problem, request, step.backward, chip)
     run = _interpreted(made, kept_problem)
-    names = (*operands.inputs(problem), *steps.RESIDUALS, "d_output", "d_final")
+    names = [name for name in operands.inputs(problem) if name != "initial_state"]
+    names += ["initial_state", *steps.RESIDUALS, "d_output", "d_final"]
     known = {**moved, **{name: kept.get(name) for name in steps.RESIDUALS}}
-    found = run(*(known.get(name) for name in names if name != "initial_state"))
+    found = run(*(known.get(name) for name in names))
     grads = operands.from_layout(dict(found), problem)
     outputs = {name: first[name] for name in accuracy.OUTPUTS if name in first}
     return {**outputs, **grads}

@@ -127,6 +127,7 @@ class Fused:
         module = load(source.generate(problem, request, self.step.backward, chip))
         taken = [*PER_TOKEN, "a_log", "delta_time_bias", *_told(packing)]
         given = {name: operands[name] for name in taken}
+        given["initial_state"] = None if packing is None else operands["initial_state"]
         given |= {argument: kept.get(name) for name, argument in _KEPT.items()}
         given |= {"d_output": cotangents.output, "d_final": cotangents.final_state}
 
