@@ -44,7 +44,6 @@ from kdagen.kernels.lanes import (
     rows,
     stack,
 )
-from kdagen.kernels.packing import of_one_segment
 
 
 def correct(
@@ -169,9 +168,11 @@ def gradients(
     on_diagonal = index((chunk, chunk), 0) == index((chunk, chunk), 1)
     own, cuts = [], []
     for item, made in zip(items, products, strict=True):
-        d_query, d_key = rows(made, 0, chunk) * scale, rows(made, chunk, chunk)
-        if (ends := item.ends) is not None:
-            d_query, d_key = (of_one_segment(x, ends) for x in (d_query, d_key))
+        d_query, d_key = rows(made, 0, chunk), rows(made, chunk, chunk)
+        if (alike := item.of_one_segment) is None:
+            d_query = d_query * scale
+        else:
+            d_query, d_key = d_query * (alike * scale), d_key * alike
         own.append(jnp.where(on_diagonal, d_query, 0.0).astype(dtype))
         cuts.append(decay_gradients.cuts(d_query, d_key, tree, inverse_dtype))
     yield
@@ -195,7 +196,9 @@ def gradients(
             Gradients(
                 query + found.query + mine * item.key,
                 key + found.key + written_key + mine * item.query,
-                decay_gradients.sums(later, earlier, found.terms, tree, inverse_dtype, item.ends),
+                decay_gradients.sums(
+                    later, earlier, found.terms, tree, inverse_dtype, item.reached
+                ),
                 item.whole * kept[x],
             )
         )

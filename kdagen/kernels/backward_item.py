@@ -60,12 +60,15 @@ class Item:
     related = property(functools.partial(_handed, name="related"))
 
     @property
-    def ends(self) -> jax.Array | None:
-        """[1, C] f32, those of segments as in ``kdagen.kernels.packing.Segments``, if there are."""
-        if not self._step.kernel.packed:
-            return None
-        row = self._step.handed("ends", self._pack.number)
-        return row[:, self._x * self.chunk : (self._x + 1) * self.chunk]
+    def of_one_segment(self) -> jax.Array | None:
+        """[C, C] f32, 1 where row and column are of one segment, 0 where they are not, for rows not
+        above columns; None without segments."""
+        return self._step.of_chunk("of_one_segment", self._at)
+
+    @property
+    def reached(self) -> jax.Array | None:
+        """``decay_tree.reaching`` of a packed chunk with a base."""
+        return self._step.of_chunk("reached", self._at)
 
     @property
     def written_within(self) -> jax.Array | None:

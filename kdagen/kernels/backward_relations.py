@@ -63,8 +63,6 @@ def relate(
             decay.from_start = step.segments.incoming(decay.from_start, at)
             decay.to_end = step.segments.outgoing(decay.to_end, at)
             decay.total = step.segments.through(decay.total, at)
-        if "ends" in step.handed_over:
-            step.hand_over("ends", pack, step.segments.ends(pack))
     column = jnp.transpose(jnp.broadcast_to(step.beta(pack), (8, LANES)))[:, 0:1]
     step.hand_over("write", pack, jnp.broadcast_to(column, (LANES, step.d_state.shape[2])))
     for at, item, decay in zip(places, entered, decays, strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
+from kdagen.kernels import decay_tree, packing
 from kdagen.kernels.geometry import Cut, Geometry, widened
 from kdagen.kernels.handover import Handover
 from kdagen.kernels.lanes import F32, index, remainder, stack
@@ -160,10 +160,12 @@ class Step:
         where = (self._slot, place) if part is None else (self._slot, place, part)
         ref[where] = x.astype(ref.dtype)
 
-    @property
-    def handed_over(self) -> Collection[str]:
-        """Names of what there is to hand over."""
-        return self._refs.handed.keys()
+    def of_chunk(self, name: str, item: int) -> jax.Array | None:
+        """What was handed over for the chunk and batch row of an item, if it is handed over."""
+        if name not in self._refs.handed:
+            return None
+        n, row, _ = self._geometry.place(item)
+        return self.handed(name, n * self._geometry.rows + row)
 
     def handed(self, name: str, place: int, part: int | None = None) -> jax.Array:
         """What was handed over for the leaving block."""
@@ -230,9 +232,24 @@ class Step:
     def arrange(self, row: jax.Array) -> None:
         """What the relations take of segments, ahead of all stages; ``row`` is the group of batch
         rows of the program."""
-        if self.segments is not None:
-            refs = self._refs
-            self.segments.arrange(refs.spans, refs.lengths, row, self.entering, self._given_beta)
+        refs, geometry = self._refs, self._geometry
+        if self.segments is None:
+            return
+        self.segments.arrange(refs.spans, refs.lengths, row, self.entering, self._given_beta)
+        if "of_one_segment" not in refs.handed:
+            return
+        chunk, base = geometry.chunk, self.kernel.handover.base
+        for n in range(geometry.chunks):
+            start = self.entering * geometry.block + n * chunk
+            for r in range(geometry.rows):
+                behind = refs.spans[r, 1:2, n * chunk : (n + 1) * chunk]
+                ends = jnp.clip(behind - start, 0, chunk).astype(F32)
+                alike = packing.of_one_segment(jnp.ones((chunk, chunk), F32), ends)
+                self.hand_over("of_one_segment", n * geometry.rows + r, alike)
+                if "reached" in refs.handed:
+                    split = refs.handed["reached"].shape[-1] // (2 * chunk)
+                    reached = decay_tree.reaching(chunk, base, split, ends)
+                    self.hand_over("reached", n * geometry.rows + r, reached)
 
     def gate_rows(self, item: int) -> tuple[jax.Array, jax.Array]:
         """exp(a_log) and the bias of a raw gate, rows [1, KP] f32."""

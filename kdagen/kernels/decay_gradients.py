@@ -21,10 +21,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from kdagen.kernels import decay_tree
 from kdagen.kernels.backward_item import Item
 from kdagen.kernels.decay_tree import Level
 from kdagen.kernels.gate_gradients import parts
-from kdagen.kernels.lanes import BF16, F32, dot, index, quotient, remainder, rows, same_block, stack
+from kdagen.kernels.lanes import BF16, F32, dot, index, rows, same_block, stack
 from kdagen.kernels.relations import alternate
 from kdagen.kernels.tiling import SUBLANES
 
@@ -176,7 +177,7 @@ def sums(
     terms: Sequence[jax.Array],
     tree: Sequence[Level],
     dtype: DTypeLike,
-    ends: jax.Array | None = None,
+    reached: jax.Array | None = None,
 ) -> Sums:
     """Gradient of the log decay of each token s, but for one product.
 
@@ -185,7 +186,7 @@ def sums(
     block exchange totals: the right one gives its ``later`` to all tokens of the left, the left
     one its ``earlier`` to all of the right; then the terms of their level join in.
 
-    ends: [1, C] f32 of a packed chunk, see ``kdagen.kernels.packing.Segments.ends``.
+    ``reached`` is that of a packed chunk with a base.
     """
     chunk = later.shape[0]
     blocks = [(later, earlier)]
@@ -209,7 +210,11 @@ def sums(
         blocks, carried = after, totals
     late, early = (stack([block[side] for block in blocks]) for side in range(2))
     if tree[-1].base:
-        return Sums(*_within(late, terms[-1], early, tree[-1].block, dtype, ends), None, carried)
+        split = 1 if dtype == F32 else 2
+        both = stack([parts(late + terms[-1], split), parts(early, split)])
+        if reached is None:
+            reached = decay_tree.reaching(chunk, tree[-1].block, split)
+        return Sums(reached, both, None, carried)
     return Sums(*_exchanged(late, early, terms[len(coarse) :], tree[len(coarse) :], dtype), carried)
 
 
@@ -236,28 +241,3 @@ def _exchanged(
     if dtype == F32:
         return ones, stack(given), later
     return jnp.concatenate([ones] * 2, axis=1), parts(stack(given), 2), later
-
-
-def _within(
-    later: jax.Array,
-    base: jax.Array,
-    earlier: jax.Array,
-    block: int,
-    dtype: DTypeLike,
-    ends: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Factors of the sum of ``later`` and ``base`` [C, K] over rows t >= s plus that of ``earlier``
-    over rows j < s, of the block of rows that holds s. Only the terms of ``base`` may cancel, and
-    those of a segment cancel among themselves: before it none is summed, nor its rounding."""
-    chunk = later.shape[0]
-    split = 1 if dtype == F32 else 2
-    shape = (chunk, 2 * split * chunk)
-    row, lane = index(shape, 0), index(shape, 1)
-    column, last = remainder(lane, chunk), quotient(lane, split * chunk) == 1
-    below = (last & (column < row)) | (~last & (column >= row))
-    reached = (below & same_block(row, column, block)).astype(F32)
-    if ends is not None:
-        end = jnp.transpose(jnp.broadcast_to(ends, (SUBLANES, chunk)))[:, 0:1]
-        reached = jnp.where(column.astype(F32) < end, reached, 0.0)
-    both = stack([parts(later + base, split), parts(earlier, split)])
-    return reached, both

@@ -231,3 +231,22 @@ def assemble(made: Sequence[jax.Array], tree: Sequence[Level]) -> tuple[jax.Arra
 def has_diagonal(tree: Sequence[Level]) -> bool:
     """Whether ``assemble`` gives the diagonal of Q."""
     return tree[-1].base
+
+
+def reaching(chunk: int, block: int, split: int, ends: jax.Array | None = None) -> jax.Array:
+    """Which terms, in ``split`` parts each, reach the decay of a token s within a base block: those
+    of rows t >= s, and beside them those of rows j < s; [C, 2 split C] f32, 0 and 1.
+
+    Only the first kind may cancel. Terms of a segment, whose ``ends`` [1, C] f32 are as in
+    ``kdagen.kernels.packing.Segments``, cancel among themselves: before it none is summed, nor its
+    rounding.
+    """
+    shape = (chunk, 2 * split * chunk)
+    row, lane = index(shape, 0), index(shape, 1)
+    column, last = remainder(lane, chunk), quotient(lane, split * chunk) == 1
+    below = (last & (column < row)) | (~last & (column >= row))
+    reached = (below & same_block(row, column, block)).astype(F32)
+    if ends is None:
+        return reached
+    end = jnp.transpose(jnp.broadcast_to(ends, (SUBLANES, chunk)))[:, 0:1]
+    return jnp.where(column.astype(F32) < end, reached, 0.0)

@@ -35,7 +35,7 @@ class Handover:
       norms: whether L2 normalisation is to be differentiated.
       gate, rate: whether the gradients of the gate, and of a_log, are wanted.
       corrected: whether corrected values are formed again.
-      packed: whether the ends of segments are wanted.
+      packed: whether what is of one segment is wanted.
       streams, heads: of a program.
       initial, final: whether segments have initial states of their own, and cotangents of their
         final ones.
@@ -64,9 +64,8 @@ class Handover:
 
         keys_to_end: k e; reads: (scale q d; k d) transposed; related: scale Q^T beside N^T; own:
         the diagonal of scale Q where the tree has none, in every lane; write: b in every lane;
-        whole: 2^total; ends: as in ``kdagen.kernels.packing.Segments``; the others as in
-        ``kdagen.kernels.backward_item.Item``. Two slots come first, then chunk-heads, or packs of
-        them.
+        whole: 2^total; the others as in ``kdagen.kernels.backward_item.Item``. Two slots come
+        first, then chunk-heads, or packs of them, or pairs of chunk and batch row.
         """
         chunk, items = self.chunk, self.items
         packs = items * chunk // LANES
@@ -99,7 +98,11 @@ class Handover:
             if self.rate:
                 made["by_log_rate"] = (token, "float32")
         if self.packed:
-            made["ends"] = ((packs, 1, LANES), "float32")
+            chunks = items // self.heads
+            made["of_one_segment"] = ((chunks, chunk, chunk), "float32")
+            if self.base > 1:
+                split = 1 if self.inverse_dtype == "float32" else 2
+                made["reached"] = ((chunks, chunk, 2 * split * chunk), "bfloat16")
         return {name: ((2, *shape), dtype) for name, (shape, dtype) in made.items()}
 
     def within(self, key_dim: int, value_dim: int) -> Shapes:
