@@ -1,12 +1,13 @@
 """Side by side with tokamax: forward and training step of one shape, both read from the compiler.
 
-    python benchmarks/compare.py [--db PATH] [--chips v7x,v6e] [--parts forward,step,shapes]
+    python benchmarks/compare.py [--db PATH] [--chips v7x,v6e] [--parts forward,step,packed,shapes]
 
 compiles tokamax's KDA forward and kdagen's for v7x and v6e with one JAX and one libtpu, reads both
 schedules in the same way and prints the modelled times of the kernels and of the whole programs.
 The training step, the output and the gradients of all operands for a given cotangent, follows in
-the same way; kdagen's is that of its public operator. Then come kdagen's other example shapes, per
-token and head, against that training shape. The winner is that of the table that --db names, else
+the same way; kdagen's is that of its public operator. So does the step of the same tokens packed in
+segments, for segment ids that are an operand. Then come kdagen's other example shapes, per token
+and head, against that training shape. The winner is that of the table that --db names, else
 of the table that ships for the chip, and where that has none the default variant; the operator also
 takes the nearest tuned one, as for any call.
 
@@ -24,16 +25,19 @@ from typing import Any
 
 import peer
 from programs import read_program
-from training_step import demands, kdagen_step, step_of
+from training_step import PACKED_SHARE, demands, kdagen_step, step_of
 
-SHAPE = "train-fixed"
-PARTS = ("forward", "step", "shapes")
+SHAPE, PACKED = "train-fixed", "train-packed"
+PARTS = ("forward", "step", "packed", "shapes")
 
 
 def tokamax_forward(problem: Any) -> tuple[Any, list, dict[str, dict]]:
     """Tokamax's forward of the problem, its operands and its kernels' scalar operands."""
+    import numpy as np
     import tokamax
     from tokamax._src.ops.kda import api
+
+    from kdagen.measure.operands import boundaries
 
     heads, batch, tokens = problem.heads, problem.batch, problem.tokens
     wide = ((heads, batch, tokens, problem.key_dim), "bfloat16")
@@ -44,7 +48,7 @@ def tokamax_forward(problem: Any) -> tuple[Any, list, dict[str, dict]]:
         ((heads * problem.key_dim,), "float32"),
     ]
 
-    def forward(query, key, value, gate, beta, a_log, bias):
+    def forward(query, key, value, gate, beta, a_log, bias, segment_ids=None):
         with tokamax.config.cross_compile(True):
             output, _ = api.kimi_delta_attention(
                 *(query, key, value, gate, beta),
@@ -53,16 +57,23 @@ def tokamax_forward(problem: Any) -> tuple[Any, list, dict[str, dict]]:
                 lower_bound=problem.lower_bound,
                 use_gate_in_kernel=True,
                 use_qk_l2norm=problem.qk_l2norm,
+                segment_ids=segment_ids,
+                max_num_segments=None if segment_ids is None else problem.slots,
                 implementation="mosaic",
             )
         return output
 
-    # One sequence a batch row: its bounds, and the row each chunk of 64 belongs to; in the gradient
-    # the segment of every chunk, which count from 1.
-    chunks = tokens // 64
+    # The bounds of the sequences in whole chunks of 64, and the one that each chunk belongs to; in
+    # the gradient they count from 1. Every segment may waste a chunk.
+    edges = boundaries(problem)
+    lengths = [tokens] if edges is None else np.diff(edges[0]).tolist()
+    chunks = [-(-length // 64) for length in lengths]
+    owner = [number for number, count in enumerate(chunks) for _ in range(count)]
+    spare = 0 if edges is None else tokens // 64 + len(lengths) - len(owner)
+    bounds = (64 * np.cumsum([0, *chunks])).tolist()
     scalars = {
-        "chunk_kda_fwd_h_o_varlen": {0: [0, tokens], 1: [0] * chunks},
-        "_fused_dhu_wy_intra_cumsum_pallas_jit": {0: [1] * chunks},
+        "chunk_kda_fwd_h_o_varlen": {0: bounds, 1: owner + [len(lengths) - 1] * spare},
+        "_fused_dhu_wy_intra_cumsum_pallas_jit": {0: [x + 1 for x in owner] + [0] * spare},
     }
     return forward, args, scalars
 
@@ -117,6 +128,8 @@ def compare(chip_name: str, db: str | None, parts: list[str]) -> Iterator[str]:
         yield from compare_forward(chip, shapes[SHAPE], db)
     if "step" in parts:
         yield from compare_step(chip, shapes[SHAPE], db)
+    if "packed" in parts:
+        yield from compare_packed(chip, shapes[SHAPE], shapes[PACKED], db)
     if "shapes" in parts:
         yield from side_by_side(chip, shapes, db)
 
@@ -161,6 +174,28 @@ def compare_step(chip: Any, problem: Any, db: str | None) -> list[str]:
         *theirs.lines("tokamax"),
         *ours.lines("kdagen"),
         *demands(ours, theirs),
+    ]
+
+
+def compare_packed(chip: Any, fixed: Any, packed: Any, db: str | None) -> list[str]:
+    """The training step of packed tokens, of both and against that of a fixed length."""
+    forward, args, scalars = tokamax_forward(packed)
+    held = [((packed.batch, packed.tokens), "int32")]
+    theirs = read_program(chip, *step_of(forward, args, held), scalars)
+    path = table_of(chip, db)
+    table = path if path.is_file() else None
+    ours, step, origin = kdagen_step(packed, chip, args, table, held)
+    plain, *_ = kdagen_step(fixed, chip, args, table)
+    return [
+        f"{PACKED} ({packed.slots} segments) " + heading("training step", chip).split(" ", 1)[1],
+        f"  {origin}",
+        f"  {step.to_json()}",
+        *theirs.lines("tokamax"),
+        *ours.lines("kdagen"),
+        *demands(ours, theirs, time_share=PACKED_SHARE, temporary_share=None),
+        f"  of {SHAPE}'s   kernels {ours.kernel_seconds / plain.kernel_seconds:.3f}, whole step "
+        f"{ours.seconds / plain.seconds:.3f}, temporaries "
+        f"{ours.temporary_bytes / plain.temporary_bytes:.3f}; asked: at most 1.15, 1.15 and 1.1",
     ]
 
 

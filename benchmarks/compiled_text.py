@@ -19,6 +19,9 @@ _NAMING_CALL = 'custom_call_target="ConcatBitcast"'
 # The two ends of a copy between HBM and VMEM, the second with the result as its type.
 _COPIES = frozenset(("copy-start", "copy-done", "slice-start", "slice-done"))
 _COPIED = frozenset(("copy-done", "slice-done"))
+# The end of what runs on another core, by the name of what it is.
+_OFFLOADED = frozenset(("custom-call-done", "call-done", "async-done"))
+_SPARSE_CORE = re.compile(r"^(sparse-core|gather_offload|scatter_offload)")
 _ARRAY = re.compile(r"(?P<dtype>pred|[a-z]+(?P<bits>\d+)\w*)\[(?P<shape>[\d,]*)\]")
 _INSTRUCTION = re.compile(
     r"\s+(?:ROOT )?%(?P<name>\S+) = (?P<type>.*?) (?P<opcode>[a-z][\w-]*)"
@@ -77,6 +80,14 @@ def copied_bytes(text: str) -> int:
     """Bytes that the entry of a program copies between HBM and VMEM beside other operations."""
     _, entry = _parse(text)
     return sum(_size(one.type) for one in entry if one.opcode in _COPIED)
+
+
+def offloaded_bytes(text: str) -> int:
+    """Bytes that SparseCores read and write for the entry of a program, whose code is not listed:
+    of gathers, scatters and changes of layout, at least what comes out, twice."""
+    _, entry = _parse(text)
+    done = [one for one in entry if one.opcode in _OFFLOADED and _SPARSE_CORE.search(one.name)]
+    return 2 * sum(_size(one.type) for one in done)
 
 
 def _size(array: str) -> int:

@@ -12,28 +12,34 @@ from programs import Program, read_program
 
 # What is asked of kdagen's step, as shares of tokamax's.
 TIME_SHARE = 0.35
+PACKED_SHARE = 0.2
 TEMPORARY_SHARE = 1 / 3
 
 
-def step_of(forward: Callable[..., Any], args: list) -> tuple[Callable[..., Any], list]:
-    """The output of ``forward(*args)`` and its gradients with respect to every operand, for a
-    cotangent of the output that is one more operand; and the operands."""
+def step_of(
+    forward: Callable[..., Any], args: list, held: list | None = None
+) -> tuple[Callable[..., Any], list]:
+    """The output of ``forward(*args, *held)`` and its gradients with respect to every operand but
+    those held, for a cotangent of the output that is one more operand; and the operands."""
+    held = held or []
 
     def step(*arrays):
         import jax
 
-        output, pull = jax.vjp(forward, *arrays[:-1])
-        return output, pull(arrays[-1])
+        moving, cotangent, rest = arrays[: len(args)], arrays[len(args)], arrays[len(args) + 1 :]
+        output, pull = jax.vjp(lambda *xs: forward(*xs, *rest), *moving)
+        return output, pull(cotangent)
 
     # the output is shaped as value, the third
-    return step, [*args, args[2]]
+    return step, [*args, args[2], *held]
 
 
 def public_forward(problem: Any) -> Callable[..., Any]:
-    """kdagen's operator as a user calls it; operands as in ``compare.tokamax_forward``."""
+    """kdagen's operator as a user calls it; operands as in ``compare.tokamax_forward``, and behind
+    them segment ids if there are segments."""
     from kdagen.runtime.kda import kimi_delta_attention
 
-    def forward(query, key, value, gate, beta, a_log, bias):
+    def forward(query, key, value, gate, beta, a_log, bias, segment_ids=None):
         output, _ = kimi_delta_attention(
             *(query, key, value, gate, beta),
             a_log=a_log,
@@ -41,6 +47,8 @@ def public_forward(problem: Any) -> Callable[..., Any]:
             lower_bound=problem.lower_bound,
             use_gate_in_kernel=True,
             use_qk_l2norm=problem.qk_l2norm,
+            segment_ids=segment_ids,
+            max_num_segments=None if segment_ids is None else problem.slots,
             implementation="pallas",
         )
         return output
@@ -63,20 +71,23 @@ def dispatched(problem: Any, chip: Any, table: Path | None) -> tuple[Any, str]:
 
 
 def kdagen_step(
-    problem: Any, chip: Any, args: list, table: Path | None
+    problem: Any, chip: Any, args: list, table: Path | None, held: list | None = None
 ) -> tuple[Program, Any, str]:
     """kdagen's step compiled and read, with what ``dispatched`` returns.
 
     Raises:
       RuntimeError: the program has other kernels than those of that step.
     """
+    from kdagen.measure import operands
     from kdagen.runtime.target import KdagenWarning
 
     step, origin = dispatched(problem, chip, table)
-    function, given = step_of(public_forward(problem), args)
+    function, given = step_of(public_forward(problem), args, held)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KdagenWarning)  # the origin says the same
-        program = read_program(chip, function, given, {})
+        # of the block of either kernel: which blocks hold padding is all that is told
+        told = operands.numbers(problem, step.backward.block_tokens)
+        program = read_program(chip, function, given, {}, told)
     wanted, compiled = kernel_names(problem, step, chip), {n.split(".")[0] for n in program.kernels}
     if compiled != wanted:
         raise RuntimeError(f"expected the kernels {sorted(wanted)}, compiled {sorted(compiled)}")
@@ -100,19 +111,27 @@ def kernel_names(problem: Any, step: Any, chip: Any) -> set[str]:
     return identities
 
 
-def demands(ours: Program, theirs: Program) -> list[str]:
-    """Lines that hold the step to what is asked of it."""
+def demands(
+    ours: Program,
+    theirs: Program,
+    *,
+    time_share: float = TIME_SHARE,
+    temporary_share: float | None = TEMPORARY_SHARE,
+) -> list[str]:
+    """Lines that hold the step to what is asked of it: shares of the other's, None for no limit."""
     # What has no time makes a side's time a lower bound.
     at_least, at_most = bool(ours.uncounted), bool(theirs.uncounted)
     kernels = ours.kernel_seconds / theirs.kernel_seconds
-    whole = ours.seconds / theirs.seconds
+    whole = ours.all_seconds / theirs.all_seconds
     memory = ours.temporary_bytes / theirs.temporary_bytes
-    time = [judged(share, TIME_SHARE, at_least, at_most) for share in (kernels, whole)]
-    return [
-        f"  of tokamax's   kernels {time[0]}, whole step {time[1]}; asked: at most "
-        f"{TIME_SHARE:.0%}",
-        f"  of tokamax's   temporaries {judged(memory, TEMPORARY_SHARE)}; asked: at most a third",
+    time = [judged(share, time_share, at_least, at_most) for share in (kernels, whole)]
+    lines = [
+        f"  of tokamax's   kernels {time[0]}, whole step {time[1]}; asked: at most {time_share:.0%}"
     ]
+    if temporary_share is None:
+        return [*lines, f"  of tokamax's   temporaries {memory:.1%}"]
+    verdict = judged(memory, temporary_share)
+    return [*lines, f"  of tokamax's   temporaries {verdict}; asked: at most {temporary_share:.0%}"]
 
 
 def judged(share: float, limit: float, at_least: bool = False, at_most: bool = False) -> str:

@@ -113,7 +113,9 @@ class Schedule:
     @property
     def is_kernel(self) -> bool:
         """Whether it is a Pallas kernel, rather than something XLA made."""
-        return self.listing.opcode == "custom-call"
+        # what takes nothing is a buffer that XLA sets aside
+        takes = any(operand.kind == "input" for operand in self.listing.operands)
+        return self.listing.opcode == "custom-call" and takes
 
     @property
     def cores(self) -> int:

@@ -184,7 +184,9 @@ def told(kernel: Schedule, numbers: Numbers) -> dict[int, Sequence[int]] | None:
     """Vectors of ``operands.numbers`` by the operand of a kernel that they are, for its walk: its
     control depends on them."""
     by_shape = {x.shape: x.index for x in kernel.listing.operands if x.kind == "input"}
-    return {by_shape[f"s32[{len(vector)}]"]: vector for vector in numbers} or None
+    shapes = [f"s32[{len(vector)}]" for vector in numbers]
+    found = zip(shapes, numbers, strict=True)
+    return {by_shape[shape]: vector for shape, vector in found if shape in by_shape} or None
 
 
 def _moved(

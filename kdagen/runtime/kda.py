@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from kdagen.runtime.arguments import Call, check_call
 from kdagen.runtime.autodiff import Outputs, attend
 from kdagen.runtime.implementations import ByPlatform, Chunked, Implementation, Recurrent
+from kdagen.runtime.segments import without_rows
 from kdagen.runtime.target import NoKernelError, Target, find_target, warn_once
 
 
@@ -120,13 +120,9 @@ def kimi_delta_attention(
         implementation=implementation,
     )  # fmt: skip
     output, final = attend(_implementation(call, find_target()), call.operands, call.packing)
-    if call.packing is not None and call.packing.valid is not None:
-        # To an implementation such a row is all padding: its gradients are 0, and do not tell.
-        poison = jnp.where(call.packing.valid, 1.0, jnp.nan)
-        rows = (-1, 1, 1) if layout == "HBTD" else (-1, 1, 1, 1)
-        output = output * poison.reshape(rows).astype(output.dtype)
-        if final is not None:
-            final = final * poison[:, None, None, None, None].astype(final.dtype)
+    if call.packing is not None and (valid := call.packing.valid) is not None:
+        output = without_rows(output, valid, 1 if layout == "HBTD" else 0)
+        final = None if final is None else without_rows(final, valid, 0)
     return output, final
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from kdagen.reference.packing import Packing
 
@@ -197,3 +199,42 @@ def boundaries_from_lengths(
     rising = jnp.all(given[:, 1:] >= given[:, :-1], axis=1)
     valid = rising & (given[:, 0] == 0) & (given[:, -1] <= tokens)
     return jnp.where(valid[:, None], given, 0).astype(jnp.int32), valid
+
+
+_TOGETHER = 64
+"""Tokens or slots that are written at a time."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def without_rows(x: jax.Array, valid: jax.Array, axis: int) -> jax.Array:
+    """x with NaN in the batch rows that are not valid, in place: as a rule there are none, and a
+    product would pass over all of it. Cotangents pass as they are; to an implementation such a row
+    is all padding, whose gradients are 0.
+
+    Args:
+      x: with the batch rows along ``axis``, and tokens or slots along the next.
+      valid: bool [B].
+    """
+    first = jnp.argsort(valid)  # those that are not
+    # some of a row at a time: all of it would be made beforehand, whether it is needed or not
+    size = min(x.shape[axis + 1], _TOGETHER)
+    pieces = -(-x.shape[axis + 1] // size)
+    missing = jnp.full((*x.shape[:axis], 1, size, *x.shape[axis + 2 :]), jnp.nan, x.dtype)
+
+    def clear(i: jax.Array, x: jax.Array) -> jax.Array:
+        start = [jnp.zeros_like(i)] * x.ndim
+        start[axis], start[axis + 1] = first[i // pieces], i % pieces * size
+        return lax.dynamic_update_slice(x, missing, start)
+
+    return lax.fori_loop(0, jnp.sum(~valid) * pieces, clear, x)
+
+
+def _without_rows_forward(x: jax.Array, valid: jax.Array, axis: int) -> tuple[jax.Array, None]:
+    return without_rows(x, valid, axis), None
+
+
+def _without_rows_backward(axis: int, residuals: None, cotangent: Any) -> tuple[Any, None]:
+    return cotangent, None
+
+
+without_rows.defvjp(_without_rows_forward, _without_rows_backward)
