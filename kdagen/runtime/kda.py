@@ -71,7 +71,8 @@ def kimi_delta_attention(
       initial_state: [B, N, HV, K, V] float32 or None for zeros; N = 1 without segments.
       output_final_state: whether the final state is returned.
       segment_ids: [B, T] integers. A token belongs to slot id - 1; ids do not decrease, may skip
-        values (an empty segment), and are 0 for padding, at the end only.
+        values (an empty segment), and are 0 for padding, at the end only. Or what
+        `kdagen.runtime.segments.pack_segments` made of them, or of cu_seqlens, for several calls.
       cu_seqlens: [N + 1] (B = 1) or [B, N + 1] integers, the other way to say segments: their
         boundaries, from 0. Tokens past the last one are padding.
       max_num_segments: N, needed with segment_ids unless there is an initial_state.
@@ -92,7 +93,8 @@ def kimi_delta_attention(
     Returns:
       output [HV, B, T, V] in query's dtype, and the final state [B, N, HV, K, V] in float32 or
       None. Padding has output 0 whatever it holds; an empty segment's final state is its initial
-      one. A row of traced segment_ids or cu_seqlens that break their rules is NaN.
+      one. A row of traced segment_ids or cu_seqlens that break their rules is NaN, and its
+      gradients are 0, as of padding.
 
     It can be differentiated once, in reverse, in query, key, value, gate, beta, a_log,
     delta_time_bias and initial_state; differentiating twice raises NotImplementedError. A gradient
