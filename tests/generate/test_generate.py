@@ -49,6 +49,10 @@ GOLDENS = {
         dataclasses.replace(LOG_DECAY, initial_state=True, final_state=True), UNBOUNDED, "v4",
     ),
     "segments": (dataclasses.replace(BOUNDED, segments=3), SMALL, "v7x"),
+    "states_of_segments": (
+        dataclasses.replace(SOFTPLUS, segments=3, initial_state=True, final_state=True),
+        UNBOUNDED, "v5e",
+    ),
     "chunk_32": (LOG_DECAY, dataclasses.replace(UNBOUNDED, chunk=32, heads=4), "v6e"),
     "chunk_128": (
         BOUNDED, dataclasses.replace(SMALL, chunk=128, inverse_block=2), "v6e",

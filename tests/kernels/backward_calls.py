@@ -104,14 +104,16 @@ def _states(problem: Problem, values: dict[str, Any], chunk: int) -> np.ndarray:
 def arguments(
     problem: Problem, variant: BackwardVariant, request: Request, data: Data
 ) -> list[Any]:
-    """The array arguments of ``backward``; states rounded as they are kept, 0 beyond."""
+    """The array arguments of ``backward``, without segments; states rounded as they are kept, 0
+    beyond."""
     found = data.states[variant.chunk]
     chunks = -(-problem.tokens // variant.block_tokens) * variant.chunks
     shape = (*found.shape[:2], chunks, padded(problem.key_dim), padded(problem.value_dim))
     states = np.zeros(shape)
     states[:, :, : found.shape[2], : problem.key_dim, : problem.value_dim] = found
     return [
-        *(data.values.get(name) for name in (*OPERANDS, "spans", "lengths")),
+        *(data.values.get(name) for name in OPERANDS),
+        *(None for _ in ("spans", "boundaries", "initial_state")),
         jnp.asarray(states, states_dtype(problem)),
         None,
         None,

@@ -29,6 +29,8 @@ def test_shapes_are_those_of_the_operator() -> None:
         "a_log": ((4,), "float32"),
         "delta_time_bias": ((4, 64), "float32"),
         "initial_state": ((3, 1, 4, 64, 32), "float32"),
+        "spans": None,
+        "boundaries": None,
     }
     assert operands.outputs(problem) == {
         "output": ((4, 3, 7, 32), "bfloat16"),
@@ -39,7 +41,41 @@ def test_shapes_are_those_of_the_operator() -> None:
         "a_log",
         "delta_time_bias",
         "initial_state",
+        "spans",
+        "boundaries",
     ]
+
+
+@pytest.mark.parametrize("segments", [5, (3, 0, 2, 1, 0)])
+def test_shapes_of_a_packed_call_with_states(segments) -> None:
+    problem = Problem(
+        tokens=7, heads=2, batch=3, segments=segments, initial_state=True, final_state=True
+    )
+    given = operands.inputs(problem)
+    state = ((3, 5, 2, 128, 128), "float32")
+    assert given["initial_state"] == operands.outputs(problem)["final_state"] == state
+    assert given["spans"] == ((3, 2, 7), "int32")
+    assert given["boundaries"] == ((3, 6), "int32")
+    drawn = operands.draw(problem, 0)
+    for name in ("initial_state", "spans", "boundaries"):
+        assert (drawn[name].shape, drawn[name].dtype.name) == given[name]
+
+
+def test_kernels_are_told_of_padding_and_with_states_of_every_segment() -> None:
+    packed = Problem(tokens=200, heads=2, batch=2, segments=(70, 0, 100))
+    assert operands.numbers(dataclasses.replace(packed, segments=None), 64) == []
+    assert operands.numbers(packed, 64) == [[170, 170]]
+    for states in ({"initial_state": True}, {"final_state": True}):
+        lengths, table = operands.numbers(dataclasses.replace(packed, **states), 64)
+        row = [
+            *(0, 70, 70, 170),  # boundaries
+            *(0, 0, 2, 2),  # by block: the first segment with a token there
+            *(1, 3, 3, 3),  # the first one behind it
+            *(1, 2, 0, 0),  # how many begin in it
+            *(0, 0, 2, 3),  # the first one that ends in it
+            *(0, 2, 1, 0),  # how many do
+        ]
+        assert (lengths, table) == ([170, 170], row * 2)
 
 
 def test_floor_is_each_operand_once() -> None:
