@@ -57,6 +57,25 @@ def test_of_a_packing_the_key_keeps_that_there_is_one():
     assert few.key() == many.key() != Problem(**BASE).key()
 
 
+@pytest.mark.parametrize(
+    ("segments", "slots"), [(None, 1), (1, 1), (7, 7), ([100, 0, 50], 3), ([256], 1)]
+)
+def test_every_segment_has_a_slot(segments, slots):
+    assert Problem(**BASE, segments=segments).slots == slots
+
+
+@pytest.mark.parametrize(
+    ("gate", "least"),
+    [({"gate": "bounded", "lower_bound": -5.0}, 64), ({"gate": "softplus"}, 80), ({}, 80)],
+)
+def test_narrow_keys_need_an_inverse_above_bfloat16(gate, least):
+    for width, wide in ((least, False), (least - 1, True), (31, True)):
+        problem = Problem(**BASE, **gate, key_dim=width)
+        assert (problem.wide_inverse, problem.exact) == (wide, width < 32)
+    for asked in ({"dtype": "float32"}, {"precision": "highest"}):
+        assert Problem(**BASE, **gate, **asked).wide_inverse
+
+
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_json_round_trip(change):
     problem = Problem(**BASE | change)
@@ -188,10 +207,11 @@ def test_a_shape_may_be_another_with_changes(tmp_path):
 def test_the_example_shapes_load():
     shapes = load_shapes(Path(__file__).parents[1] / "examples" / "shapes.yaml")
     assert list(shapes) == [
-        "train-fixed", "train-kimi-linear", "train-fixed-step", "train-kimi-linear-step",
-        "prefill-tp4", "prefill-k3-tp32",
+        "train-fixed", "train-kimi-linear", "train-packed", "train-fixed-step",
+        "train-kimi-linear-step", "train-packed-step", "prefill-tp4", "prefill-k3-tp32",
     ]  # fmt: skip
     assert (shapes["train-fixed"].tokens, shapes["train-fixed"].heads) == (8192, 32)
+    assert (shapes["train-packed"].slots, shapes["train-packed"].key_dim) == (25, 128)
 
 
 @pytest.mark.parametrize(

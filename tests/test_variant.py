@@ -18,6 +18,7 @@ from kdagen.variant import (
     Variant,
     VariantError,
     check,
+    chunks,
     default_variant,
     legal_variants,
     loop_bundles,
@@ -100,8 +101,6 @@ def test_a_raised_limit_is_offered_only_where_the_default_one_is_too_small():
 WIDE = {"inverse_dtype": "float32"}
 # How each constraint is broken: variant, problem, and what the message says.
 BROKEN = [
-    ("served", {}, {"segments": 3, "initial_state": True}, "initial_state=True with segments=3"),
-    ("served", {}, {"segments": 3, "final_state": True}, "final_state=True with segments=3"),
     ("values", {"chunk": 48}, {}, "chunk=48: it may be 32, 64, 128"),
     ("values", {"decay": "none"}, {}, "decay='none': it may be 'bounded', 'unbounded'"),
     ("values", {"sub_block": 8}, {}, "sub_block=8: it may be 16, 32"),
@@ -195,6 +194,8 @@ def test_chunks_of_a_default_divide_the_sequence_where_that_costs_few(heads, tok
         {"heads": 2, "batch": 2},
         {"heads": 128, "value_heads": 128},
         {"heads": 1, "value_heads": 7, "tokens": 1},
+        {"segments": 25, "initial_state": True, "final_state": True},
+        {"segments": (5, 0, 28), "final_state": True, "dtype": "float32", "key_dim": 256},
     ],
     ids=str,
 )
@@ -225,9 +226,25 @@ def test_the_default_of_an_example_is_a_point_of_its_space(name, chip):
         assert value in values[parameter], parameter
 
 
-def test_no_default_for_what_is_not_served():
-    with pytest.raises(VariantError, match=r"on v6e: served: final_state=True with segments=3"):
-        default_variant(dataclasses.replace(LOG_DECAY, segments=3, final_state=True), V6E)
+def test_no_default_where_nothing_fits():
+    small = dataclasses.replace(V6E, usable_vmem_bytes=1 << 20, default_vmem_limit_bytes=1 << 20)
+    with pytest.raises(VariantError, match=r"on v6e: vmem: about .* MiB of VMEM, of 1 allowed"):
+        default_variant(LOG_DECAY, small)
+
+
+@pytest.mark.parametrize(
+    ("gate", "least"), [("bounded", 128), ("softplus", 160), ("log_decay", 160)]
+)
+def test_long_chunks_take_wide_keys_or_a_wide_inverse(gate, least):
+    base = dataclasses.replace(
+        LOG_DECAY, gate=gate, lower_bound=-5.0 if gate == "bounded" else None
+    )
+    for width, long in ((least, True), (least - 1, False)):
+        problem = dataclasses.replace(base, key_dim=width)
+        assert (128 in chunks(problem, "bfloat16"), 128 in chunks(problem, "float32")) == (
+            long,
+            True,
+        )
 
 
 def test_geometry():

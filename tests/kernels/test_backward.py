@@ -97,7 +97,7 @@ SHAPES = {
     "one token": (
         SOFTPLUS, {"tokens": 1, "batch": 2, "least": 16, "qk_l2norm": False}, {"weight_depth": 128},
     ),
-    "one head, long chunks": (SOFTPLUS, {"tokens": 129, "least": 8}, {"heads": 1, "chunk": 128}),
+    "one head, long chunks": (BOUNDED, {"tokens": 129, "least": 8}, {"heads": 1, "chunk": 128}),
     "short chunks of a wide gate": (
         LOG_DECAY, {"tokens": 70, "gate_dtype": "float32"},
         {"heads": 4, "chunk": 32, "inverse_block": 4},
@@ -132,7 +132,7 @@ def test_the_other_layout_gives_the_same():
     expected = call(problem, SMALL_TREE, data)
     other = dataclasses.replace(problem, layout="BTHD")
     moved = lambda x: np.moveaxis(np.asarray(x), 0, 2)  # noqa: E731
-    tensors = (*range(5), 12)
+    tensors = (*range(5), 13)
     given = arguments(problem, SMALL_TREE, request, data)
     given = [moved(x) if i in tensors else x for i, x in enumerate(given)]
     got = compiled(other, SMALL_TREE, request)(*given)
@@ -238,7 +238,11 @@ def test_products_say_what_they_round_to(exact):
             {"inverse_block": 4, "inverse_dtype": "float32", "keep_inverse": True},
             "keep_inverse",
         ),
-        (dataclasses.replace(LOG_DECAY, segments=1), {"sub_block": 1}, "segments"),
+        (
+            dataclasses.replace(LOG_DECAY, segments=3, initial_state=True),
+            {},
+            "keep_corrected=False: with initial states of segments",
+        ),
         (dataclasses.replace(LOG_DECAY, key_dim=60), {"inverse_block": 4}, "inverse_dtype"),
         (dataclasses.replace(LOG_DECAY, key_dim=100), {"chunk": 128}, "chunk=128"),
     ],
@@ -269,11 +273,11 @@ def test_residuals_that_the_forward_kept_are_taken():
     variant = dataclasses.replace(SMALL, keep_inverse=True, keep_corrected=True)
     request = Request.everything(problem)
     arrays = arguments(problem, variant, request, data)
-    arrays[9:12] = kept.states, kept.inverse, kept.corrected
+    arrays[10:13] = kept.states, kept.inverse, kept.corrected
     got = compiled(problem, variant, request)(*arrays)
     found = kinds.errors(problem, given, got, reference(problem, data))
     assert not kinds.outside(problem, found)
-    arrays[9] = kept.states[:, :, :-1]
+    arrays[10] = kept.states[:, :, :-1]
     with pytest.raises(ValueError, match="states: got shape"):
         traceable(problem, variant, request)(*arrays)
 

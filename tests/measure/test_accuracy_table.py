@@ -126,7 +126,10 @@ def test_gradients_of_kernels_are_run_in_every_way(table, gate, dtype):
     options = table.parse(["--dtype", dtype, "--gate", gate])
     found = set()
     for data in table.data_sets(options):
-        assert data.differentiated
+        if not data.differentiated:
+            # long, and of writes that reflect: what is told of there is the state
+            assert data.problem.tokens == 1024 and all(kind.beta_above_one for kind in data.kinds)
+            continue
         facts = kinds.with_heads(data.problem, data.kinds * data.copies)
         made = [(p.precision, step) for p, step in table.gradients(data, facts, options)]
         assert made and not any(isinstance(step, str) for _, step in made), data
@@ -138,9 +141,8 @@ def test_gradients_of_kernels_are_run_in_every_way(table, gate, dtype):
 
 
 def test_a_call_that_no_kernel_serves_is_counted_with_the_reason(table):
-    problem = Problem(tokens=64, heads=1, segments=2, final_state=True)
-    (reason,) = table.variants(problem, [64], every=True)
-    assert reason.startswith("chunk 64: ") and "segments" in reason
+    (reason,) = table.variants(Problem(tokens=64, heads=1), [48], every=True)
+    assert reason.startswith("chunk 48: values: chunk=48: it may be 32, 64, 128")
 
 
 @pytest.mark.parametrize("width", ["8", "8x", "axb"])
