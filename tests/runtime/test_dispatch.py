@@ -227,8 +227,10 @@ def test_strict_dispatch_makes_a_miss_an_error(table):
 
 
 def test_what_no_kernel_serves():
-    with pytest.raises(NoKernelError, match="initial_state=True with segments=3"):
-        dispatch.choose(dataclasses.replace(PROBLEM, segments=3, initial_state=True), V6E)
+    wide = dataclasses.replace(PROBLEM, dtype="float32", key_dim=256, value_dim=256)
+    trained = dataclasses.replace(wide, residuals="save")
+    with pytest.raises(NoKernelError, match=r"no backward kernel .* on v4: code_size"):
+        dispatch.choose(trained, get_chip("v4"))
 
 
 def test_the_environment_names_a_table(table, monkeypatch):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +10,8 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from kdagen.chips import get_chip
 from kdagen.measure.accuracy import bound, relative_error
 from kdagen.runtime.segments import pack_segments
-from kdagen.runtime.target import KdagenWarning, NoKernelError, Target, forget_warnings
 from tests.reference.cases import assert_close, make_case
 from tests.runtime.run import PER_TOKEN, call
 
@@ -374,33 +371,3 @@ def test_a_packing_of_another_call_is_refused_by_name(small):
         attend(small.operands, packing, max_num_segments=4)
     with pytest.raises(ValueError, match="cu_seqlens: got it together with segment_ids"):
         attend(small.operands, packing, cu_seqlens=LENGTHS)
-
-
-# What no kernel serves of packed calls: states of their segments, in or out.
-BEYOND = {
-    "initial_state": dict(initial_state=jnp.ones((2, 3, 1, 16, 16))),
-    "final_state": dict(output_final_state=True),
-}
-
-
-@pytest.mark.parametrize("name", BEYOND)
-def test_states_of_segments_run_on_the_chunk_form_and_are_told_of_once(small, monkeypatch, name):
-    chip = get_chip("v6e")
-    target = Target(True, False, chip.device_kinds[0], "for a test")
-    monkeypatch.setattr("kdagen.runtime.kda.find_target", lambda: target)
-    forget_warnings()
-
-    def run(implementation):
-        return call(
-            small.operands, cu_seqlens=LENGTHS, implementation=implementation, **BEYOND[name]
-        )
-
-    wanted = run("xla_chunked")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for implementation in (None, ("pallas", "xla_chunked")):
-            jax.tree.map(np.testing.assert_array_equal, run(implementation), wanted)
-    (text,) = (str(w.message) for w in caught if w.category is KdagenWarning)
-    assert "runs on 'xla_chunked'" in text and f"{name}=True with segments" in text
-    with pytest.raises(NoKernelError, match=f"{name}=True with segments"):
-        run("pallas")

@@ -17,8 +17,6 @@ from tests.reference.cases import make_case, relative_error
 from tests.runtime.run import call
 
 implementation, packed = sys.argv[1], sys.argv[2] == "packed"
-# no kernel serves packed sequences with states of their segments
-with_states = not (packed and implementation == "pallas")
 case = make_case(raw=True, tokens=9, width_k=8, width_v=8, batch=2,
                  boundaries=[[0, 3, 3, 8], [0, 4, 9, 9]] if packed else None)
 mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("batch", "heads"))
@@ -26,13 +24,10 @@ rows = P("heads", "batch")
 specs = dict(query=rows, key=rows, value=rows, gate=rows, beta=rows, a_log=P("heads"),
              delta_time_bias=P("heads"), initial_state=P("batch", None, "heads"))
 edges = jnp.asarray(case.boundaries) if packed else None
-state = specs["initial_state"] if with_states else None
-if not with_states:
-    del specs["initial_state"], case.operands["initial_state"]
-    case.d_state = None
+state = specs["initial_state"]
 
 def run(operands, edges):
-    return call(operands, cu_seqlens=edges, output_final_state=with_states,
+    return call(operands, cu_seqlens=edges, output_final_state=True,
                 implementation=implementation, **case.static)
 
 report = {}
@@ -49,7 +44,7 @@ for check in (True, False) if implementation != "pallas" else (False,):
     quick = {"xla_backend_optimization_level": 0}
     compiled = jax.jit(all_of_it).lower(case.operands).compile(compiler_options=quick)
     (output, final), grads = compiled(case.operands)
-    found = {"output": output, **({"final_state": final} if with_states else {}), **grads}
+    found = {"output": output, "final_state": final, **grads}
     text = compiled.as_text()
     report[str(check)] = {
         "errors": {n: relative_error(x, case.reference()[n]) for n, x in found.items()},
@@ -144,7 +139,7 @@ EVERY = [
 @pytest.mark.parametrize("of", EVERY)
 def test_shards_compute_what_one_device_does(reports, of):
     errors = reports[of]["errors"]
-    assert len(errors) == (8 if of[:2] == ("pallas", "packed") else 10)
+    assert len(errors) == 10
     assert max(errors.values()) < 5e-5, errors
 
 
