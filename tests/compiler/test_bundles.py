@@ -2,7 +2,7 @@
 
 import pytest
 
-from kdagen.compiler.bundles import parse_listing, parse_operation
+from kdagen.compiler.bundles import NO_SPACE, parse_listing, parse_operation
 
 LISTING = """= control target key start
 LB: loop body
@@ -34,6 +34,18 @@ def test_a_listing():
     assert listing.bundles[4].operations() == []
     (operand,) = listing.operands
     assert (operand.index, operand.space, operand.shape) == (0, "hbm", "f32[8,128]")
+
+
+def test_an_operand_passed_by_value_lies_nowhere():
+    text = (
+        "     0   :  { %s3_s0 = inlined_call_operand.<no memory space> [shape: s32[1], index: 7, "
+        "kind: input, shape index: {}]  ;;  %s4_s1 = inlined_call_operand.vmem [shape: s32[2], "
+        "index: 8, kind: input, shape index: {}] }\n"
+    )
+    value, vector = parse_listing(text).operands
+    assert (value.register, value.index, value.space) == ("%s3_s0", 7, NO_SPACE)
+    assert (value.shape, value.kind) == ("s32[1]", "input")
+    assert (vector.index, vector.space) == (8, "vmem")
 
 
 def test_a_dma_keeps_its_labels():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kdagen.compiler.bundles import parse_listing
+from kdagen.compiler.bundles import NO_SPACE, parse_listing
 from kdagen.compiler.decode import WalkError, decode
 from kdagen.compiler.walk import DmaTiming, walk
 
@@ -174,6 +174,29 @@ def test_prefetched_scalars_steer():
 def test_scalars_not_given_are_an_error():
     with pytest.raises(WalkError, match="bundle 0x6 a branch depends on data not given"):
         run(prefetched())
+
+
+def by_value():
+    """Branches on an operand of one number, which comes in the register itself."""
+    passed = OPERAND.replace(".hbm [shape: s32[4]", f".{NO_SPACE} [shape: s32[1]")
+    return listing_of(
+        f"| 0 | {passed} |",
+        "| 0 | %p1_p1 = scmp.gt.s32.totalorder %s90_s20, 10 |",
+        "| 0 | %9 = sbr.rel (%p1_p1) target = $region1 |",
+        "| 0 | |",
+        "| 0 | | Start region 1",
+    )
+
+
+def test_a_number_passed_by_value_steers():
+    assert run(by_value(), scalars={0: [11]}).visits[3] == 0
+    assert run(by_value(), scalars={0: [10]}).visits[3] == 1
+    assert run(by_value(), scalars={0: [-1]}).visits[3] == 1
+
+
+def test_a_number_passed_by_value_and_not_given_is_an_error():
+    with pytest.raises(WalkError, match="bundle 0x2 a branch depends on data not given"):
+        run(by_value(), scalars={1: [11]})
 
 
 def test_division_goes_through_its_queue():
