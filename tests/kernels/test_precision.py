@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.extend
@@ -10,7 +11,11 @@ import pytest
 from jax import lax
 
 from kdagen.chips import get_chip
-from kdagen.generate import generate
+from kdagen.generate import generate, load
+from kdagen.gradient import source
+from kdagen.gradient import variant as gradient
+from kdagen.gradient.shapes import inputs
+from kdagen.gradient.variant import Request
 from kdagen.measure import operands
 from kdagen.measure.verify import traceable
 from kdagen.problem import Problem
@@ -45,6 +50,16 @@ def traced(problem):
         return jax.make_jaxpr(traceable(generate(problem, variant, V6E), problem))(*structs).jaxpr
 
 
+def traced_backward(problem):
+    variant, request = gradient.default_variant(problem, V6E), Request.everything(problem)
+    given = inputs(problem, variant, request, states=gradient.states_dtype(problem)).values()
+    structs = [None if x is None else jax.ShapeDtypeStruct(*x) for x in given]
+    module = load(source.generate(problem, request, variant, V6E))
+    backward = functools.partial(module.backward, **operands.scalars(problem), interpret=True)
+    with jax.default_matmul_precision("bfloat16"):
+        return jax.make_jaxpr(backward)(*structs).jaxpr
+
+
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("precision", ["default", "highest"])
@@ -52,7 +67,11 @@ def test_every_product_names_its_precision(gate, dtype, precision):
     problem = dataclasses.replace(
         PROBLEM, dtype=dtype, gate_dtype=dtype, precision=precision, **GATES[gate]
     )
-    found = list(products(traced(problem)))
+    assert_named(products(traced(problem)), dtype)
+
+
+def assert_named(found, dtype):
+    found = list(found)
     assert found
     for product in found:
         dtypes = {x.aval.dtype.name for x in product.invars}
@@ -63,3 +82,15 @@ def test_every_product_names_its_precision(gate, dtype, precision):
         assert product.outvars[0].aval.dtype == "float32"
     if dtype == "float32":
         assert all(x.aval.dtype == "float32" for product in found for x in product.invars)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_products_of_states_of_segments_name_theirs(dtype):
+    packed = dataclasses.replace(
+        PROBLEM, dtype=dtype, gate_dtype=dtype, gate="softplus", segments=3, residuals="save"
+    )
+    whole = dataclasses.replace(packed, segments=None)
+    for of in (traced, traced_backward):
+        found = list(products(of(packed)))
+        assert_named(found, dtype)
+        assert len(found) > len(list(products(of(whole))))
