@@ -281,6 +281,9 @@ _SPILLED_MIB = {"base": 0.55, "tree": 0.8, "float32": 1.6}
 _SPILL_FACTOR_OF_PARTS = 1.4
 _SPILL_FACTOR = {"v4": 1.3}
 _LEAST_SPILL_MIB = 0.25
+# The walk of the states of segments keeps values of its own alive, however few heads there are:
+# states [K, V] f32 of a chunk of 64 tokens.
+_SPILLED_STATES = {"base": 9, "tree": 9, "float32": 21}
 
 CONSTRAINTS = (_segment_states, _values, _chunk, _kept, _packing, _code_size, _vmem)
 
@@ -310,7 +313,10 @@ def vmem_bytes(variant: BackwardVariant, problem: Problem, chip: Chip) -> int:
     if variant.inverse_dtype == "float32" and not problem.exact:
         spilled *= _SPILL_FACTOR_OF_PARTS
     spill = units * spilled + _LEAST_SPILL_MIB
-    return state + blocks + handed + round(spill * MIB)
+    walk = 0
+    if problem.segments is not None and (problem.initial_state or problem.final_state):
+        walk = _SPILLED_STATES[kind] * max(variant.chunk, 64) // 64 * key_dim * value_dim * 4
+    return state + blocks + handed + round(spill * MIB) + walk
 
 
 def handover(variant: BackwardVariant, problem: Problem, request: Request) -> Handover:

@@ -1,18 +1,19 @@
-"""A long packed sequence, and a process that compiles its kernels.
+"""Packed sequences, and a process that compiles their kernels.
 
 Run as a program it writes, as JSON to the path it is given, what the compiler says of the forward
-and the backward kernel.
+and the backward kernel of each.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kdagen.chips import get_chip
+from kdagen.chips import Chip, get_chip
 from kdagen.compiler.aot import CompileError
 from kdagen.compiler.schedule import Schedule
 from kdagen.gradient import variant as gradient
@@ -22,10 +23,29 @@ from kdagen.problem import Problem
 from kdagen.variant import Variant, check, vmem_bytes
 from tests.kernels.backward_points import compiled as compiled_backward
 
-CHIP = get_chip("v7x")
-PACKED = Problem(
+LONG = Problem(
     tokens=1048576, heads=2, gate="bounded", lower_bound=-5.0, qk_l2norm=True, segments=4096
 )  # fmt: skip
+STATES = dataclasses.replace(
+    LONG, tokens=8192, segments=25, initial_state=True, final_state=True, residuals="save"
+)
+EXACT = {"dtype": "float32", "gate_dtype": "float32", "beta_dtype": "float32"}
+WIDE = {"inverse_block": 4, "inverse_dtype": "float32"}
+
+# Chip and problem, and what the variants of both kernels, and that of the backward, are beside two
+# heads and 16 rows a sub-block.
+POINTS: dict[str, tuple[str, Problem, dict[str, Any], dict[str, Any]]] = {
+    "a million tokens": ("v7x", LONG, {}, {}),
+    "states": ("v7x", STATES, {}, {"keep_corrected": True}),
+    "states, in 16 MiB": ("v5e", STATES, {}, {"keep_corrected": True}),
+    "wide states, in 16 MiB": (
+        "v5e", dataclasses.replace(STATES, key_dim=129, value_dim=60, layout="BTHD"),
+        {}, {"keep_corrected": True},
+    ),
+    "final states in float32": (
+        "v7x", dataclasses.replace(STATES, initial_state=False, **EXACT), WIDE, {},
+    ),
+}  # fmt: skip
 
 
 def _found(kernel: Schedule, estimate: int) -> dict[str, int]:
@@ -36,23 +56,27 @@ def _found(kernel: Schedule, estimate: int) -> dict[str, int]:
     }
 
 
-def forward(problem: Problem) -> dict[str, int]:
-    variant = Variant(heads=2)
-    assert check(variant, problem, CHIP) is None
-    (kernel,) = (s for s in offline.compiled(problem, variant, CHIP) if s.is_kernel)
-    return _found(kernel, vmem_bytes(variant, problem, CHIP))
+def forward(problem: Problem, chip: Chip, parameters: dict[str, Any], _: Any) -> dict[str, int]:
+    states = gradient.states_dtype(problem) if problem.residuals == "save" else "none"
+    variant = Variant(**{"heads": 2, "sub_block": 16, "states": states, **parameters})
+    assert check(variant, problem, chip) is None
+    (kernel,) = (s for s in offline.compiled(problem, variant, chip) if s.is_kernel)
+    return _found(kernel, vmem_bytes(variant, problem, chip))
 
 
-def backward(problem: Problem) -> dict[str, int]:
-    variant = BackwardVariant(heads=2, sub_block=16)
-    assert gradient.check(variant, problem, CHIP) is None
-    kernel = compiled_backward(problem, variant, CHIP)
-    return _found(kernel, gradient.vmem_bytes(variant, problem, CHIP))
+def backward(
+    problem: Problem, chip: Chip, parameters: dict[str, Any], kept: dict[str, Any]
+) -> dict[str, int]:
+    variant = BackwardVariant(**{"heads": 2, "sub_block": 16, **parameters, **kept})
+    assert gradient.check(variant, problem, chip) is None
+    kernel = compiled_backward(problem, variant, chip)
+    return _found(kernel, gradient.vmem_bytes(variant, problem, chip))
 
 
-def outcome(run: Callable[[Problem], dict[str, int]], problem: Problem) -> dict[str, Any]:
+def outcome(run: Callable[..., dict[str, int]], name: str) -> dict[str, Any]:
+    chip, problem, *parameters = POINTS[name]
     try:
-        return run(problem)
+        return run(problem, get_chip(chip), *parameters)
     except CompileError as error:
         return {"refused": error.message}
 
@@ -60,5 +84,7 @@ def outcome(run: Callable[[Problem], dict[str, int]], problem: Problem) -> dict[
 KERNELS = {"forward": forward, "backward": backward}
 
 if __name__ == "__main__":
-    found = {name: outcome(run, PACKED) for name, run in KERNELS.items()}
+    found = {
+        kernel: {name: outcome(run, name) for name in POINTS} for kernel, run in KERNELS.items()
+    }
     Path(sys.argv[1]).write_text(json.dumps(found))

@@ -1,4 +1,4 @@
-"""Kernels of a long packed sequence, compiled by the TPU's compiler."""
+"""Kernels of packed sequences, long ones and with states, compiled by the TPU's compiler."""
 
 import json
 import subprocess
@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from kdagen.compiler.aot import worker_environment
-from tests.kernels.packed_points import KERNELS
+from tests.kernels.packed_points import KERNELS, POINTS
 
 PROGRAM = Path(__file__).parent / "packed_points.py"
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """Per kernel what ``packed_points`` found, in a process of its own."""
+    """Per kernel and point what ``packed_points`` found, in a process of its own."""
     folder = tmp_path_factory.mktemp("compiles")
     environment = worker_environment(tmp_path_factory.mktemp("dump"))
     roots = [str(PROGRAM.parents[2]), environment.get("PYTHONPATH", "")]
@@ -33,8 +33,14 @@ def outcomes(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_the_compiler_takes_a_million_packed_tokens(outcomes, kernel):
-    found = outcomes[kernel]
+@pytest.mark.parametrize("name", POINTS)
+def test_the_compiler_takes_packed_tokens_in_the_memory_that_was_estimated(outcomes, kernel, name):
+    found = outcomes[kernel][name]
     assert "refused" not in found, f"check() passed it, the compiler: {found['refused']}"
     assert found["vmem_bytes"] <= found["estimated_bytes"]
     assert found["vmem_bytes"] <= found["vmem_limit_bytes"]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_smallest_memory_is_that_of_a_chip(outcomes, kernel):
+    assert outcomes[kernel]["states, in 16 MiB"]["vmem_limit_bytes"] == 16 << 20
