@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
+from kdagen.chips import get_chip
 from kdagen.measure.accuracy import bound, relative_error
+from kdagen.runtime.target import KdagenWarning, Target, forget_warnings
 from tests.reference.cases import assert_close, make_case
 from tests.runtime.run import PER_TOKEN, call
 
@@ -257,3 +260,25 @@ def test_a_gradient_that_is_asked_for_alone(asked):
     assert_close(found, case)
     if of_state:
         assert_slots_close(found, case)
+
+
+def test_on_a_tpu_states_of_segments_run_on_kernels(monkeypatch):
+    """As a call is traced there, with the gradient and by default, and nothing is passed over."""
+    chip = get_chip("v6e")
+    target = Target(True, False, chip.device_kinds[0], "for a test")
+    monkeypatch.setattr("kdagen.runtime.kda.find_target", lambda: target)
+    forget_warnings()
+    case = case_of("softplus", PACKINGS["over several blocks"])
+
+    def run(operands):
+        output, state = call(
+            operands, cu_seqlens=case.boundaries, output_final_state=True, use_gate_in_kernel=True
+        )
+        return jnp.sum(output.astype(jnp.float32)) + jnp.sum(state)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        text = str(jax.make_jaxpr(jax.grad(run))(case.operands))
+    assert "name=kda_forward" in text and "name=kda_backward" in text
+    told = [str(w.message) for w in caught if w.category is KdagenWarning]
+    assert not any("xla_chunked" in message for message in told), told
