@@ -281,9 +281,11 @@ _SPILLED_MIB = {"base": 0.55, "tree": 0.8, "float32": 1.6}
 _SPILL_FACTOR_OF_PARTS = 1.4
 _SPILL_FACTOR = {"v4": 1.3}
 _LEAST_SPILL_MIB = 0.25
-# The walk of the states of segments keeps values of its own alive, however few heads there are:
-# states [K, V] f32 of a chunk of 64 tokens.
-_SPILLED_STATES = {"base": 9, "tree": 9, "float32": 21}
+# What is kept alive beside that however few chunk-heads there are, in states [K, V] f32 a chunk of
+# 64 tokens, by one head and by several, whose products are written side by side: by the walk of
+# the states of segments, and without it by keys of more than 128 channels.
+_ALIVE_IN_WALK = {"base": (2, 9), "tree": (2, 9), "float32": (21, 21)}
+_ALIVE_OF_WIDE = {"base": (0, 5), "tree": (0, 5), "float32": (8, 8)}
 
 CONSTRAINTS = (_segment_states, _values, _chunk, _kept, _packing, _code_size, _vmem)
 
@@ -313,10 +315,13 @@ def vmem_bytes(variant: BackwardVariant, problem: Problem, chip: Chip) -> int:
     if variant.inverse_dtype == "float32" and not problem.exact:
         spilled *= _SPILL_FACTOR_OF_PARTS
     spill = units * spilled + _LEAST_SPILL_MIB
-    walk = 0
+    alive = (0, 0)
     if problem.segments is not None and (problem.initial_state or problem.final_state):
-        walk = _SPILLED_STATES[kind] * max(variant.chunk, 64) // 64 * key_dim * value_dim * 4
-    return state + blocks + handed + round(spill * MIB) + walk
+        alive = _ALIVE_IN_WALK[kind]
+    elif key_dim > LANES:
+        alive = _ALIVE_OF_WIDE[kind]
+    alive_states = alive[variant.heads > 1] * max(variant.chunk, 64) // 64
+    return state + blocks + handed + round(spill * MIB) + alive_states * key_dim * value_dim * 4
 
 
 def handover(variant: BackwardVariant, problem: Problem, request: Request) -> Handover:
