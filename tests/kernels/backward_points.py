@@ -44,7 +44,9 @@ POINTS: dict[str, tuple[Problem, dict[str, Any], dict[str, Any] | None, int]] = 
         SOFTPLUS, {"heads": 4}, {"heads": 4, "chunk": 32, "sub_block": 1}, 0,
     ),
     "softplus, long chunks": (
-        SOFTPLUS, {"heads": 1}, {"heads": 1, "chunk": 128, "sub_block": 1}, 5,
+        SOFTPLUS, {"heads": 1},
+        {"heads": 1, "chunk": 128, "sub_block": 1, "inverse_block": 4, "inverse_dtype": "float32"},
+        5,
     ),
     "bounded, kept": (BOUNDED, {"heads": 4}, {"heads": 4, "sub_block": 16, **KEPT}, 0),
     "bounded, long chunks, kept": (
