@@ -306,8 +306,8 @@ def test_a_limit_that_nothing_fits_is_said_with_the_least_that_is_kept(run) -> N
     command = ["tune", "--chip", "v6e", "--problem", fields, "--residual-limit", "1MiB"]
     result = run(*command)
     assert result.exit_code == 1
-    # a state of 128 x 128 in bfloat16 for every head and chunk of 128 tokens
-    assert "keeps 64.0 MiB at least, of 1.0 allowed" in " ".join(result.stdout.split())
+    # a state of 128 x 128 in bfloat16 for every head and chunk of 64 tokens
+    assert "keeps 128.0 MiB at least, of 1.0 allowed" in " ".join(result.stdout.split())
 
 
 def test_the_forward_of_a_training_step_names_the_command_that_prints_it(run) -> None:

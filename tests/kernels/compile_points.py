@@ -42,7 +42,7 @@ POINTS: dict[str, tuple[Problem, dict[str, Any], dict[str, Any] | None, int]] = 
     "one head": (PLAIN, {**heads(1), **STATES}, {"heads": 1, "chunks": 2, **UNBOUNDED}, 7),
     "three heads, a tree": (
         SOFTPLUS, {**heads(3), "beta_dtype": "float32"},
-        {"heads": 3, "chunk": 128, "lag": 1, **TREE}, 100,
+        {"heads": 3, "chunk": 128, "lag": 1, **TREE, **WIDE}, 100,
     ),
     "float32, a tree": (
         PLAIN, {**F32, "layout": "BTHD"},
