@@ -42,7 +42,7 @@ STEP_TASKS = {
 def handle(request: dict[str, Any]) -> dict[str, Any]:
     """Run the request's task; what it returned, or why the candidate came to nothing."""
     arguments = dict(request)
-    tasks = STEP_TASKS if arguments["problem"].get("residuals") else TASKS
+    tasks = STEP_TASKS if _of_steps(arguments) else TASKS
     module, function = tasks[arguments.pop("task")]
     run: Callable[..., dict[str, Any]] = getattr(importlib.import_module(module), function)
     try:
@@ -53,6 +53,15 @@ def handle(request: dict[str, Any]) -> dict[str, Any]:
         # Whatever a candidate raises is that candidate's result; the search goes on.
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         return {"status": "compile_failed", "reason": reason}
+
+
+def _of_steps(arguments: dict[str, Any]) -> bool:
+    """Whether the variants are training steps: those of a trained problem, but where a forward that
+    keeps residuals is asked for by itself."""
+    variant = arguments.get("variant")
+    if isinstance(variant, dict):
+        return "backward" in variant
+    return bool(arguments["problem"].get("residuals"))
 
 
 def main() -> None:

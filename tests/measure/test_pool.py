@@ -11,7 +11,7 @@ import pytest
 
 from kdagen.chips import get_chip
 from kdagen.compiler import aot, model
-from kdagen.measure import offline, operands
+from kdagen.measure import offline, operands, worker
 from kdagen.measure.pool import Outcome, Pool, PoolError
 from kdagen.problem import Problem
 from kdagen.variant import Variant, default_variant
@@ -143,3 +143,13 @@ def test_a_worker_does_not_outlive_its_parent() -> None:
         assert process is not None and process.stdin is not None
         process.stdin.close()
         assert process.wait(timeout=60) == 0
+
+
+def test_a_forward_of_a_trained_problem_is_no_step() -> None:
+    trained = {"residuals": "save"}
+    kept = Variant(states="bfloat16").to_dict()
+    assert not worker._of_steps({"problem": trained, "variant": kept})
+    step = {"forward": kept, "backward": {}, "residuals": "save"}
+    assert worker._of_steps({"problem": trained, "variant": step})
+    assert worker._of_steps({"problem": trained})
+    assert not worker._of_steps({"problem": {"residuals": None}, "variant": kept})
