@@ -135,9 +135,8 @@ def generate(problem: Problem, variant: Variant, chip: Chip) -> Generated:
                 per_pack=LANES // variant.chunk,
                 floor=TOKEN_FLOOR if variant.decay == "unbounded" else LOG_DECAY_FLOOR,
                 exact=problem.exact,
-                packed=problem.segments is not None,
-                segment_states=problem.segments is not None
-                and (problem.initial_state or problem.final_state),
+                packed=problem.packed,
+                segment_states=problem.segment_states,
                 wide_inverse=variant.inverse_dtype == "float32",
                 vmem_limit_bytes=variant.vmem_limit_mib * MIB or None,
                 kernel_name=f"kda_forward_{short}",
@@ -223,7 +222,7 @@ def _facts(problem: Problem) -> dict[str, Any]:
 
 def packing_fact(problem: Problem) -> dict[str, Any]:
     """That a problem has segments, in the words of one; what they are does not matter."""
-    return {} if problem.segments is None else {"segments": 1}
+    return {"segments": 1} if problem.packed else {}
 
 
 def _again(problem: Problem, variant: Variant, chip: Chip) -> str:

@@ -149,6 +149,16 @@ class Problem:
         self._require("segments", ok, takes)
 
     @property
+    def packed(self) -> bool:
+        """Whether there are segments."""
+        return self.segments is not None
+
+    @property
+    def segment_states(self) -> bool:
+        """Whether segments have states of their own."""
+        return self.packed and (self.initial_state or self.final_state)
+
+    @property
     def slots(self) -> int:
         """State slots N of a call: one for each segment."""
         if self.segments is None:
@@ -210,7 +220,7 @@ class Problem:
         only the fact that there is one is kept.
         """
         fields = {k: v for k, v in self.to_dict().items() if k not in _NOT_IN_KEY}
-        fields["segments"] = self.segments is not None
+        fields["segments"] = self.packed
         return canonical_json(fields)
 
 

@@ -527,7 +527,7 @@ def _scratch_bytes(variant: Variant, problem: Problem) -> int:
     key_dim, value_dim = _whole_registers(problem)
     operand, inverse = _operand_bytes(problem), _BYTES[variant.inverse_dtype]
     # a final state is a window, of which there are two
-    windows = problem.final_state and problem.segments is None
+    windows = problem.final_state and not problem.packed
     state = variant.streams * key_dim * value_dim * 4 * (1 + windows)
     item = 2 * chunk * key_dim * operand
     pack = (key_dim + 2 * chunk) * LANES * inverse + chunk * LANES * 4 + 8 * key_dim * 4
@@ -537,7 +537,7 @@ def _scratch_bytes(variant: Variant, problem: Problem) -> int:
 
 def _segment_bytes(variant: Variant, problem: Problem) -> int:
     """What tells of segments, and with states of theirs what forms those."""
-    if problem.segments is None:
+    if not problem.packed:
         return 0
     chunk, items = variant.chunk, variant.streams * variant.chunks
     key_dim, value_dim = _whole_registers(problem)
@@ -547,7 +547,7 @@ def _segment_bytes(variant: Variant, problem: Problem) -> int:
     rows += 2 * variant.rows * 8 * _in_lanes(variant.block_tokens)
     total = rows * 4
     state = key_dim * value_dim * 4
-    if problem.initial_state or problem.final_state:
+    if problem.segment_states:
         total += 3 * items * chunk * key_dim * 4
     if problem.initial_state:
         total += 2 * items * 2 * chunk * key_dim * operand

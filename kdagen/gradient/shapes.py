@@ -31,7 +31,7 @@ def inputs(
 
     key: Shaped = (tensor(problem.heads, problem.key_dim), problem.dtype)
     value: Shaped = (tensor(heads, problem.value_dim), problem.dtype)
-    raw, packed = problem.gate != "log_decay", problem.segments is not None
+    raw, packed = problem.gate != "log_decay", problem.packed
     groups = (rows // variant.rows, heads // variant.heads, blocks)
     packs = variant.streams * variant.block_tokens // LANES
     state = (rows, problem.slots, heads, problem.key_dim, problem.value_dim)

@@ -74,7 +74,7 @@ def generate(problem: Problem, request: Request, variant: BackwardVariant, chip:
     import jinja2
 
     identity = variant_id(problem, request, variant, chip)
-    facts = _facts(problem, request)
+    facts, handed = _facts(problem, request), handover(variant, problem, request)
     try:
         source = (
             _environment()
@@ -89,16 +89,15 @@ def generate(problem: Problem, request: Request, variant: BackwardVariant, chip:
                 again="kdagen.gradient.source.generate of these facts, request and parameters",
                 p=variant,
                 plan=variant.plan(request),
-                handover=dataclasses.asdict(handover(variant, problem, request)),
+                handover=dataclasses.asdict(handed),
                 wanted=request.wanted,
                 output_cotangent=request.output_cotangent,
                 state_cotangent=request.state_cotangent,
                 raw_gate=problem.gate != "log_decay",
                 per_pack=LANES // variant.chunk,
                 exact=problem.exact,
-                packed=problem.segments is not None,
-                segment_states=problem.segments is not None
-                and (problem.initial_state or request.state_cotangent),
+                packed=problem.packed,
+                segment_states=handed.initial or handed.final,
                 layout=problem.layout,
                 vmem_limit_bytes=variant.vmem_limit_mib * MIB or None,
                 kernel_name=f"kda_backward_{identity[:12]}",
@@ -112,7 +111,7 @@ def generate(problem: Problem, request: Request, variant: BackwardVariant, chip:
 def _facts(problem: Problem, request: Request) -> dict[str, object]:
     fields = problem.to_dict()
     facts = {name: fields[name] for name in SPECIALISED} | packing_fact(problem)
-    if problem.segments is not None:
+    if problem.packed:
         facts["initial_state"] = problem.initial_state
     return facts | {
         "wanted": request.wanted,

@@ -163,7 +163,7 @@ def check(variant: BackwardVariant, problem: Problem, chip: Chip) -> Violation |
 def needs_corrected(problem: Problem) -> bool:
     """Whether corrected values cannot be formed again: segments have initial states of their own,
     which went into them."""
-    return problem.segments is not None and problem.initial_state
+    return problem.packed and problem.initial_state
 
 
 def _segment_states(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | None:
@@ -316,7 +316,7 @@ def vmem_bytes(variant: BackwardVariant, problem: Problem, chip: Chip) -> int:
         spilled *= _SPILL_FACTOR_OF_PARTS
     spill = units * spilled + _LEAST_SPILL_MIB
     alive = (0, 0)
-    if problem.segments is not None and (problem.initial_state or problem.final_state):
+    if problem.segment_states:
         alive = _ALIVE_IN_WALK[kind]
     elif key_dim > LANES:
         alive = _ALIVE_OF_WIDE[kind]
@@ -338,11 +338,11 @@ def handover(variant: BackwardVariant, problem: Problem, request: Request) -> Ha
         gate=not set(_DECAY_OPERANDS).isdisjoint(request.wanted),
         rate="a_log" in request.wanted,
         corrected=wants and not variant.keep_corrected,
-        packed=wants and problem.segments is not None,
+        packed=wants and problem.packed,
         streams=variant.streams,
         heads=variant.heads,
-        initial=problem.segments is not None and problem.initial_state,
-        final=problem.segments is not None and request.state_cotangent,
+        initial=problem.packed and problem.initial_state,
+        final=problem.packed and request.state_cotangent,
         written=GRADIENTS in request.stages,
     )
 

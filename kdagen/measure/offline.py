@@ -121,9 +121,9 @@ def forward_of(problem: Problem, variant: Variant, chip: Chip) -> Callable[..., 
 def missing_blocks(problem: Problem, block_tokens: int) -> int:
     """Blocks of a grid step each that ``shortened`` leaves out.
 
-    None where segments have states: then the time is that of the blocks where they begin and end.
+    0 where segments have states: then the time is that of the blocks where they begin and end.
     """
-    if problem.segments is not None and (problem.initial_state or problem.final_state):
+    if problem.segment_states:
         return 0
     return max(-(-problem.tokens // block_tokens) - _BLOCKS, 0)
 

@@ -56,7 +56,7 @@ def inputs(problem: Problem) -> dict[str, Given]:
 
 def packing_inputs(problem: Problem) -> dict[str, Given]:
     """Those of ``inputs`` that tell of segments."""
-    packed = problem.segments is not None
+    packed = problem.packed
     return {
         "spans": ((problem.batch, 2, problem.tokens), "int32") if packed else None,
         "boundaries": ((problem.batch, problem.slots + 1), "int32") if packed else None,
@@ -87,7 +87,7 @@ def numbers(problem: Problem, block_tokens: int) -> list[list[int]]:
     if found is None:
         return []
     told = [lengths(problem)]
-    if problem.initial_state or problem.final_state:
+    if problem.segment_states:
         table = Table(problem.slots, -(-problem.tokens // block_tokens), block_tokens)
         told.append(table.made(found).tolist())
     return told

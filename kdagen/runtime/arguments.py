@@ -16,6 +16,7 @@ from kdagen.reference.layout import heads_first_shape
 from kdagen.reference.options import Options
 from kdagen.reference.packing import Packing
 from kdagen.runtime import segments
+from kdagen.runtime.segments import array
 
 LAYOUTS = ("HBTD", "BTHD")
 RESIDUAL_POLICIES = ("save", "rematerialize")
@@ -42,12 +43,6 @@ class Call:
     packing: Packing | None
     options: Options
     implementations: tuple[str, ...]
-
-
-def _array(name: str, x: Any) -> Any:
-    if not isinstance(x, jax.Array | np.ndarray):
-        raise TypeError(f"{name}: got {type(x).__name__}; it must be a jax.Array or numpy.ndarray")
-    return x
 
 
 def _dtype(name: str, x: Any, takes: tuple[str, ...]) -> None:
@@ -121,7 +116,7 @@ def _tensors(query: Any, key: Any, value: Any, gate: Any, beta: Any, layout: str
     axes = {"HBTD": "[{0}, B, T, {1}]", "BTHD": "[B, T, {0}, {1}]"}[layout]
     for name, x in given.items():
         rank = 3 if name == "beta" else 4
-        _array(name, x)
+        array(name, x)
         if x.ndim != rank:
             meaning = axes.format("HV" if name in ("value", "gate", "beta") else "H", "D")
             meaning = meaning.replace(", D]", "]") if rank == 3 else meaning
@@ -166,7 +161,7 @@ def _gate_parameters(
         if not -5.0 <= lower_bound < 0.0:
             raise ValueError(f"lower_bound: got {lower_bound}; it must be in [-5, 0), or None")
     if a_log is not None:
-        _shape("a_log", _array("a_log", a_log), (heads,), "[HV]")
+        _shape("a_log", array("a_log", a_log), (heads,), "[HV]")
         _dtype("a_log", a_log, ("float32",))
     elif raw and lower_bound is None:
         raise ValueError(
@@ -175,7 +170,7 @@ def _gate_parameters(
         )
     if bias is not None:
         name = "delta_time_bias"
-        _dtype(name, _array(name, bias), ("float32",))
+        _dtype(name, array(name, bias), ("float32",))
         if tuple(bias.shape) not in ((heads * width,), (heads, width)):
             raise ValueError(
                 f"{name}: got shape {tuple(bias.shape)}; it must be [HV * K] = ({heads * width},) "
@@ -196,7 +191,7 @@ def _packing(
         raise ValueError("cu_seqlens: got it together with segment_ids; only one may be given")
     of_state = None
     if state is not None:
-        if _array("initial_state", state).ndim != 5:
+        if array("initial_state", state).ndim != 5:
             raise ValueError(
                 f"initial_state: got shape {tuple(state.shape)}; it must have 5 axes, "
                 "[B, N, HV, K, V]"
@@ -228,12 +223,10 @@ def _packing(
             raise ValueError(
                 f"{name}: got N = {number} segment slots; it must be {slots}, {of_slots}"
             )
-    if cu_seqlens is not None:
-        edges, valid = segments.boundaries_from_lengths(cu_seqlens, batch, tokens)
-        packing = Packing.of(edges, tokens, valid)
-    elif segment_ids is not None and packing is None:
-        edges, valid = segments.boundaries_from_ids(segment_ids, slots)
-        packing = Packing.of(edges, tokens, valid)
+    if packing is None and (segment_ids is not None or cu_seqlens is not None):
+        packing = segments.pack_segments(
+            segment_ids, cu_seqlens=cu_seqlens, max_num_segments=slots, batch=batch, tokens=tokens
+        )
     return (None if packing is None else jax.tree.map(jnp.asarray, packing)), slots
 
 

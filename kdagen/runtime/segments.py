@@ -59,15 +59,24 @@ def pack_segments(
     return Packing.of(boundaries, segment_ids.shape[1], valid)
 
 
+def array(name: str, x: Any) -> Any:
+    """x, an array.
+
+    Raises:
+      TypeError: it is none.
+    """
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise TypeError(f"{name}: got {type(x).__name__}; it must be a jax.Array or numpy.ndarray")
+    return x
+
+
 def integers(name: str, x: Any) -> Any:
     """x, an array of integers.
 
     Raises:
       TypeError, ValueError: it is none.
     """
-    if not isinstance(x, jax.Array | np.ndarray):
-        raise TypeError(f"{name}: got {type(x).__name__}; it must be a jax.Array or numpy.ndarray")
-    if not jnp.issubdtype(x.dtype, jnp.integer):
+    if not jnp.issubdtype(array(name, x).dtype, jnp.integer):
         raise ValueError(f"{name}: got dtype {x.dtype}; it must be an integer type")
     return x
 

@@ -1,14 +1,11 @@
 """Points across the space on every chip: compiled by the TPU's compiler, or refused before."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from kdagen.chips import CHIPS
-from kdagen.compiler.aot import worker_environment
+from tests.children import written_by
 from tests.kernels.compile_points import LENGTHS, POINTS
 
 PROGRAM = Path(__file__).parent / "compile_points.py"
@@ -17,21 +14,7 @@ PROGRAM = Path(__file__).parent / "compile_points.py"
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """What ``compile_points`` writes, in a process of its own."""
-    folder = tmp_path_factory.mktemp("compiles")
-    dump = tmp_path_factory.mktemp("dump")
-    environment = worker_environment(dump)
-    roots = [str(PROGRAM.parents[2]), environment.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = ":".join(filter(None, roots))
-    child = subprocess.run(
-        [sys.executable, str(PROGRAM), str(folder / "outcomes.json")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert child.returncode == 0, child.stderr[-2000:]
-    return json.loads((folder / "outcomes.json").read_text())
+    return written_by(PROGRAM, tmp_path_factory, 500)
 
 
 @pytest.fixture(scope="module")

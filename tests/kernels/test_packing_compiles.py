@@ -1,13 +1,10 @@
 """Kernels of packed sequences, long ones and with states, compiled by the TPU's compiler."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from kdagen.compiler.aot import worker_environment
+from tests.children import written_by
 from tests.kernels.packed_points import KERNELS, POINTS
 
 PROGRAM = Path(__file__).parent / "packed_points.py"
@@ -16,20 +13,7 @@ PROGRAM = Path(__file__).parent / "packed_points.py"
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     """Per kernel and point what ``packed_points`` found, in a process of its own."""
-    folder = tmp_path_factory.mktemp("compiles")
-    environment = worker_environment(tmp_path_factory.mktemp("dump"))
-    roots = [str(PROGRAM.parents[2]), environment.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = ":".join(filter(None, roots))
-    child = subprocess.run(
-        [sys.executable, str(PROGRAM), str(folder / "outcomes.json")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert child.returncode == 0, child.stderr[-2000:]
-    return json.loads((folder / "outcomes.json").read_text())
+    return written_by(PROGRAM, tmp_path_factory, 500)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from kdagen.compiler.aot import worker_environment
 from kdagen.measure import operands
+from tests.children import written_by
 from tests.measure.packed_times import KERNELS, PACKINGS, PLAIN, STATES
 
 PROGRAM = Path(__file__).parent / "packed_times.py"
@@ -20,20 +17,7 @@ FULL = [name for name, lengths in PACKINGS.items() if sum(lengths) == PLAIN.toke
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory) -> dict[str, dict[str, dict]]:
     """Per kernel and packing what ``packed_times`` found, in a process of its own."""
-    out = tmp_path_factory.mktemp("times") / "figures.json"
-    environment = worker_environment(tmp_path_factory.mktemp("dump"))
-    roots = [str(PROGRAM.parents[2]), environment.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = ":".join(filter(None, roots))
-    child = subprocess.run(
-        [sys.executable, str(PROGRAM), str(out)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert child.returncode == 0, child.stderr[-2000:]
-    return json.loads(out.read_text())
+    return written_by(PROGRAM, tmp_path_factory, 300)
 
 
 def test_padding_alone_changes_the_time_of_a_call_without_states(figures) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -43,3 +44,20 @@ def results(case: Case, *, gradients: bool = True, **options: Any) -> dict[str, 
     run = _compiled(tuple(sorted({**case.static, **options}.items())), gradients)
     edges = None if case.boundaries is None else jnp.asarray(case.boundaries)
     return run(case.operands, edges, case.d_output, case.d_state)
+
+
+def moved(tensors, layout, *ways):
+    """Tensors by name, in layout "BTHD" those per token with an axis moved."""
+    names = PER_TOKEN if layout == "BTHD" else ()
+    return {n: jnp.moveaxis(x, *ways) if n in names else x for n, x in tensors.items()}
+
+
+def masked(case, where, x):
+    """The case with every operand and cotangent of some tokens [B, T] what `x` makes of it."""
+
+    def some(tensor):
+        there = where.reshape(1, *where.shape, *[1] * (tensor.ndim - 3))
+        return jnp.where(there, x(tensor), tensor)
+
+    operands = {n: some(t) if n in PER_TOKEN else t for n, t in case.operands.items()}
+    return dataclasses.replace(case, operands=operands, d_output=some(case.d_output))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kdagen.measure.accuracy import bound, relative_error
 from kdagen.runtime.segments import pack_segments
 from tests.reference.cases import assert_close, make_case
-from tests.runtime.run import PER_TOKEN, call
+from tests.runtime.run import PER_TOKEN, call, masked, moved
 
 # A kernel in the interpreter compiles for seconds and runs for a moment. So all packings have one
 # shape, and are traced: three chunks of 64 tokens, the last of them not full, and slots for a
@@ -58,11 +58,6 @@ def case_of(name, packing, seed=0):
     case.operands["gate"] = jnp.where(jnp.arange(gate.shape[-1]) % 2 == 0, slow, gate)
     del case.operands["initial_state"]
     return dataclasses.replace(case, d_state=None)
-
-
-def moved(tensors, layout, *ways):
-    names = PER_TOKEN if layout == "BTHD" else ()
-    return {n: jnp.moveaxis(x, *ways) if n in names else x for n, x in tensors.items()}
 
 
 @functools.cache
@@ -121,17 +116,6 @@ def test_segments_are_sequences_of_their_own(name):
     found, expected = (np.stack(x) for x in zip(*rates, strict=True))
     dtype = WAYS[name][0].get("dtype", "float32")
     assert relative_error(found, expected) <= bound("a_log", dtype)
-
-
-def masked(case, where, x):
-    """The case with every operand and cotangent of some tokens [B, T] what `x` makes of it."""
-
-    def some(tensor):
-        there = where.reshape(1, *where.shape, *[1] * (tensor.ndim - 3))
-        return jnp.where(there, x(tensor), tensor)
-
-    operands = {n: some(t) if n in PER_TOKEN else t for n, t in case.operands.items()}
-    return dataclasses.replace(case, operands=operands, d_output=some(case.d_output))
 
 
 def tokens_between(begins, ends):

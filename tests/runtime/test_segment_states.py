@@ -15,7 +15,7 @@ from kdagen.chips import get_chip
 from kdagen.measure.accuracy import bound, relative_error
 from kdagen.runtime.target import KdagenWarning, Target, forget_warnings
 from tests.reference.cases import assert_close, make_case
-from tests.runtime.run import PER_TOKEN, call
+from tests.runtime.run import PER_TOKEN, call, masked, moved
 
 # All packings have one shape and are traced, see test_packed.py: four chunks of 64 tokens, the last
 # of them not full, in two blocks or four, and more slots than most packings fill.
@@ -65,11 +65,6 @@ def case_of(name, packing, seed=0):
     if "initial" not in states:
         del case.operands["initial_state"]
     return case if "final" in states else dataclasses.replace(case, d_state=None)
-
-
-def moved(tensors, layout, *ways):
-    names = PER_TOKEN if layout == "BTHD" else ()
-    return {n: jnp.moveaxis(x, *ways) if n in names else x for n, x in tensors.items()}
 
 
 @functools.cache
@@ -168,17 +163,6 @@ def test_every_segment_has_the_states_of_a_sequence_of_its_own(name):
     found, expected = (np.stack(x) for x in zip(*rates, strict=True))
     dtype = WAYS[name][0].get("dtype", "float32")
     assert relative_error(found, expected) <= bound("a_log", dtype)
-
-
-def masked(case, where, x):
-    """The case with every operand and cotangent of some tokens [B, T] what `x` makes of it."""
-
-    def some(tensor):
-        there = where.reshape(1, *where.shape, *[1] * (tensor.ndim - 3))
-        return jnp.where(there, x(tensor), tensor)
-
-    operands = {n: some(t) if n in PER_TOKEN else t for n, t in case.operands.items()}
-    return dataclasses.replace(case, operands=operands, d_output=some(case.d_output))
 
 
 def tokens_between(begins, ends):
