@@ -1,15 +1,16 @@
 """Side by side with tokamax: forward and training step of one shape, both read from the compiler.
 
-    python benchmarks/compare.py [--db PATH] [--chips v7x,v6e] [--parts forward,step,packed,shapes]
+    python benchmarks/compare.py [--db PATH] [--chips v7x,v6e] [--parts errors,forward,step]
 
-compiles tokamax's KDA forward and kdagen's for v7x and v6e with one JAX and one libtpu, reads both
-schedules in the same way and prints the modelled times of the kernels and of the whole programs.
-The training step, the output and the gradients of all operands for a given cotangent, follows in
-the same way; kdagen's is that of its public operator. So does the step of the same tokens packed in
-segments, for segment ids that are an operand. Then come kdagen's other example shapes, per token
-and head, against that training shape. The winner is that of the table that --db names, else
-of the table that ships for the chip, and where that has none the default variant; the operator also
-takes the nearest tuned one, as for any call.
+runs the kernels of both, forward and gradient, in Pallas' interpreter on the same data and prints
+their errors against float64. Then it compiles tokamax's KDA forward and kdagen's for v7x and v6e
+with one JAX and one libtpu, reads both schedules in the same way and prints the modelled times of
+the kernels and of the whole programs. The training step, the output and the gradients of all
+operands for a given cotangent, follows in the same way; kdagen's is that of its public operator. So
+does the step of the same tokens packed in segments, for segment ids that are an operand. Then come
+kdagen's other example shapes, per token and head, against that training shape. The winner is that
+of the table that --db names, else of the table that ships for the chip, and where that has none the
+default variant; the operator also takes the nearest tuned one, as for any call.
 
 An operation that equals another, of which alone the compiler lists a schedule, is given the time of
 that one.
@@ -24,11 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import peer
+import peer_errors
 from programs import read_program
-from training_step import PACKED_SHARE, demands, kdagen_step, step_of
+from training_step import PACKED_SHARE, demands, kdagen_step, public_forward, step_of
 
 SHAPE, PACKED = "train-fixed", "train-packed"
-PARTS = ("forward", "step", "packed", "shapes")
+PARTS = ("errors", "forward", "step", "packed", "shapes")
 
 
 def tokamax_forward(problem: Any) -> tuple[Any, list, dict[str, dict]]:
@@ -242,9 +244,15 @@ def main() -> int:
     import jax
 
     from kdagen.compiler.aot import libtpu_version
+    from kdagen.problem import load_shapes
 
     peer.quiet()
     print(f"tokamax {version('tokamax')}, JAX {jax.__version__}, libtpu {libtpu_version()}")
+    if "errors" in parts:
+        problem = load_shapes(peer.ROOT / "examples" / "shapes.yaml")[SHAPE]
+        forward, *_ = tokamax_forward(problem)
+        for line in peer_errors.errors(problem, forward, public_forward(problem)):
+            print(line, flush=True)
     for chip_name in options.chips.split(","):
         for line in compare(chip_name, options.db, parts):
             print(line, flush=True)

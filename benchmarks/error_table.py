@@ -110,7 +110,7 @@ smallest normal float32 meets an `a_log` of 88.
 
 Keys: `parallel` are one direction with noise of 0.05 in every direction of unit variance, and
 `repeated` are three distinct ones, both written with a beta from 0.9 to 1; for bfloat16 kernels
-their lines are those under `jax.default_matmul_precision("highest")`. `beta to 2` draws beta from 1
+their lines are those under `jax.default_matmul_precision("high")`. `beta to 2` draws beta from 1
 to 2. `leak` has values 1000 times larger before a reset, and its error is that after it.
 
 """

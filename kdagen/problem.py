@@ -16,7 +16,7 @@ LAYOUTS = ("HBTD", "BTHD")
 RESIDUAL_POLICIES = ("save", "rematerialize")
 TUNED = "tuned"
 """In place of a residual policy: the one that tuning finds the faster."""
-PRECISIONS = ("default", "highest")
+PRECISIONS = ("default", "high", "highest")
 MAX_HEAD_DIM = 256
 
 # At 16 channels 5e-3 of the output is lost to roundings, at 4 channels 7e-3.
@@ -59,8 +59,9 @@ class Problem:
       layout: "HBTD" or "BTHD".
       residuals: of a call that is differentiated, a training step, its residual policy: "save",
         "rematerialize", or "tuned" for whichever tuning finds the faster; None for inference.
-      precision: "highest" asks that nearly parallel and repeated keys keep their accuracy in
-        bfloat16, which takes an inverse above bfloat16; float32 has it always.
+      precision: of products in bfloat16. "high" asks that nearly parallel and repeated keys keep
+        their accuracy, which takes an inverse above bfloat16; "highest" that products be those of
+        float32 operands. float32 has both always.
 
     Raises:
       ProblemError: a field is out of range or of the wrong type.
@@ -167,9 +168,10 @@ class Problem:
 
     @property
     def exact(self) -> bool:
-        """Whether a kernel multiplies float32 operands: for float32, and for keys so narrow that
-        roundings to bfloat16 do not average out over the channels."""
-        return self.dtype == "float32" or self.key_dim < _LEAST_BFLOAT16_KEY_DIM
+        """Whether a kernel multiplies float32 operands: for float32, where it is asked for, and for
+        keys so narrow that roundings to bfloat16 do not average out over the channels."""
+        narrow = self.key_dim < _LEAST_BFLOAT16_KEY_DIM
+        return self.dtype == "float32" or self.precision == "highest" or narrow
 
     @property
     def trained(self) -> bool:
@@ -181,7 +183,7 @@ class Problem:
         """Whether a kernel must form and apply its inverse above bfloat16: for hard keys, where
         they are asked for, and for narrow ones."""
         narrow = self.key_dim < _LEAST_BFLOAT16_INVERSE_KEY_DIM[self.gate]
-        return self.exact or narrow or self.precision == "highest"
+        return self.exact or self.precision == "high" or narrow
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as JSON-able values, in the order of their declaration."""

@@ -413,8 +413,8 @@ def _precision(variant: Variant, problem: Problem, chip: Chip) -> str | None:
     """Float32 and narrow keys keep their accuracy, ill-conditioned keys where it is asked for."""
     if not problem.wide_inverse:
         return beyond_chunks(variant.chunk, problem, variant.inverse_dtype)
-    asked = "precision='highest'"
-    if problem.precision != "highest":
+    asked = f"precision={problem.precision!r}"
+    if problem.precision == "default":
         asked = f"dtype={problem.dtype!r} with key_dim={problem.key_dim}"
     if variant.inverse_dtype != "float32":
         return f"inverse_dtype={variant.inverse_dtype!r}: {asked} needs 'float32'"

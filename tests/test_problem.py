@@ -31,7 +31,7 @@ CHANGES = {
     "segments": {"segments": 3},
     "layout": {"layout": "BTHD"},
     "residuals": {"residuals": "save"},
-    "precision": {"precision": "highest"},
+    "precision": {"precision": "high"},
 }
 # None changes the generated code, nor its time per chunk.
 IRRELEVANT = {"tokens", "batch", "lower_bound"}
@@ -72,8 +72,9 @@ def test_narrow_keys_need_an_inverse_above_bfloat16(gate, least):
     for width, wide in ((least, False), (least - 1, True), (31, True)):
         problem = Problem(**BASE, **gate, key_dim=width)
         assert (problem.wide_inverse, problem.exact) == (wide, width < 32)
-    for asked in ({"dtype": "float32"}, {"precision": "highest"}):
-        assert Problem(**BASE, **gate, **asked).wide_inverse
+    for asked in ({"dtype": "float32"}, {"precision": "high"}, {"precision": "highest"}):
+        problem = Problem(**BASE, **gate, **asked)
+        assert (problem.wide_inverse, problem.exact) == (True, asked != {"precision": "high"})
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
@@ -129,7 +130,7 @@ def test_defaults_follow_the_other_fields():
         ("segments", (-1, 2), "0 or more"),
         ("layout", "THD", "'HBTD', 'BTHD'"),
         ("residuals", "all", "null, .*'save', 'rematerialize'"),
-        ("precision", "high", "'default', 'highest'"),
+        ("precision", "float32", "'default', 'high', 'highest'"),
     ],
 )
 def test_a_bad_field_is_named_with_what_it_takes(name, value, takes):

@@ -47,7 +47,10 @@ def inputs(
         "boundaries": ((rows, problem.slots + 1), "int32") if packed else None,
         "initial_state": (state, "float32") if packed and problem.initial_state else None,
         "states": ((rows, heads, blocks * variant.chunks, key_dim, value_dim), states),
-        "inverse": ((*groups, packs, variant.chunk, LANES), problem.dtype)
+        "inverse": (
+            (*groups, packs, variant.chunk, LANES),
+            "float32" if problem.exact else "bfloat16",
+        )
         if variant.keep_inverse
         else None,
         "corrected": value if variant.keep_corrected else None,

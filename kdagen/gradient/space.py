@@ -8,7 +8,7 @@ from kdagen import variant as forward
 from kdagen.chips import Chip
 from kdagen.gradient.plan import ORDERS
 from kdagen.gradient.step import CUTS
-from kdagen.gradient.variant import keeps_inverse, sub_blocks
+from kdagen.gradient.variant import keeps_corrected, keeps_inverse, sub_blocks
 from kdagen.problem import Problem
 
 
@@ -26,7 +26,7 @@ def space(problem: Problem, chip: Chip) -> dict[str, tuple[Any, ...]]:
         "weight_depth": of_forward["weight_depth"],
         "inverse_dtype": of_forward["inverse_dtype"],
         "keep_inverse": keeps_inverse(problem),
-        "keep_corrected": (False, True),
+        "keep_corrected": keeps_corrected(problem),
         "span": (4, 6, 8, 10, 12, 16),
         "lag": (0, 2, 4, 6),
         "order": tuple(ORDERS),

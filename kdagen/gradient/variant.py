@@ -160,21 +160,6 @@ def check(variant: BackwardVariant, problem: Problem, chip: Chip) -> Violation |
     return None
 
 
-def needs_corrected(problem: Problem) -> bool:
-    """Whether corrected values cannot be formed again: segments have initial states of their own,
-    which went into them."""
-    return problem.packed and problem.initial_state
-
-
-def _segment_states(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | None:
-    if needs_corrected(problem) and not variant.keep_corrected:
-        return (
-            "keep_corrected=False: with initial states of segments corrected values are kept, and "
-            "not formed again"
-        )
-    return None
-
-
 def _values(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | None:
     takes: dict[str, tuple[Any, ...]] = {
         "chunk": (32, 64, 128),
@@ -211,11 +196,30 @@ def keeps_inverse(problem: Problem) -> tuple[bool, ...]:
     return (False,) if problem.wide_inverse and not problem.exact else (False, True)
 
 
+def keeps_corrected(problem: Problem) -> tuple[bool, ...]:
+    """What ``keep_corrected`` may be: a forward keeps them in the dtype of the values.
+
+    Where segments have initial states of their own, these went into them, and they cannot be formed
+    again.
+    """
+    if problem.packed and problem.initial_state:
+        return (True,)
+    rounded = problem.precision == "highest" and problem.dtype == "bfloat16"
+    return (False,) if rounded else (False, True)
+
+
 def _kept(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | None:
     if variant.keep_inverse not in keeps_inverse(problem):
         return (
             f"keep_inverse=True: precision={problem.precision!r} with key_dim={problem.key_dim} "
             "needs one above bfloat16, formed again"
+        )
+    if variant.keep_corrected not in keeps_corrected(problem):
+        if variant.keep_corrected:
+            return "keep_corrected=True: precision='highest' needs float32, formed again"
+        return (
+            "keep_corrected=False: with initial states of segments corrected values are kept, and "
+            "not formed again"
         )
     return None
 
@@ -287,7 +291,7 @@ _LEAST_SPILL_MIB = 0.25
 _ALIVE_IN_WALK = {"base": (2, 9), "tree": (2, 9), "float32": (21, 21)}
 _ALIVE_OF_WIDE = {"base": (0, 5), "tree": (0, 5), "float32": (8, 8)}
 
-CONSTRAINTS = (_segment_states, _values, _chunk, _kept, _packing, _code_size, _vmem)
+CONSTRAINTS = (_values, _chunk, _kept, _packing, _code_size, _vmem)
 
 
 def vmem_bytes(variant: BackwardVariant, problem: Problem, chip: Chip) -> int:
@@ -304,7 +308,7 @@ def vmem_bytes(variant: BackwardVariant, problem: Problem, chip: Chip) -> int:
     if variant.keep_corrected:
         row += value_dim * wide
     if variant.keep_inverse:
-        row += variant.chunk * wide
+        row += variant.chunk * (4 if problem.exact else 2)
     states = key_dim * value_dim * BYTES[states_dtype(problem)]
     blocks = 2 * items * (variant.chunk * row + states)
     state = variant.streams * key_dim * value_dim * 4
@@ -357,6 +361,7 @@ def default_variant(problem: Problem, chip: Chip, *, kept: bool = False) -> Back
       VariantError: no variant serves the problem on this chip; the message is that of ``check``.
     """
     inverse_dtype = "float32" if problem.wide_inverse else "bfloat16"
+    corrected = keeps_corrected(problem)
     ratio = problem.value_heads // problem.heads
     violation = None
     for in_flight in (16, 8, 4, 2, 1):
@@ -375,8 +380,8 @@ def default_variant(problem: Problem, chip: Chip, *, kept: bool = False) -> Back
                     sub_block=sub_blocks(problem)[-1],
                     inverse_block=4 if problem.wide_inverse else 8,
                     inverse_dtype=inverse_dtype,
-                    keep_inverse=kept and True in keeps_inverse(problem),
-                    keep_corrected=kept or needs_corrected(problem),
+                    keep_inverse=kept and keeps_inverse(problem)[-1],
+                    keep_corrected=corrected[-1] if kept else corrected[0],
                     vmem_limit_mib=limit,
                 )
                 found = check(variant, problem, chip)

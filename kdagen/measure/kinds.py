@@ -95,7 +95,7 @@ def asked(kind: Kind, problem: Problem) -> bool:
 
     A bfloat16 inverse cannot where keys are ill-conditioned.
     """
-    wide = problem.dtype == "float32" or problem.precision == "highest"
+    wide = problem.dtype == "float32" or problem.precision != "default"
     return wide or not kind.ill_conditioned
 
 

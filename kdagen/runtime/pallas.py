@@ -197,14 +197,17 @@ def problem_of(call: Call) -> Problem:
     )
 
 
-# What jax.default_matmul_precision may be set to that asks for products above bfloat16.
-_ABOVE_BFLOAT16 = ("highest", "float32")
+# What jax.default_matmul_precision may be set to that asks for products above bfloat16: each has
+# another name for what JAX's own products do then.
+_ABOVE_BFLOAT16 = {
+    "high": "high", "tensorfloat32": "high", "highest": "highest", "float32": "highest",
+}  # fmt: skip
 
 
 def _precision(dtype: str) -> str:
     """`Problem.precision` of a call made now; float32 has the highest anyway and needs no key."""
     asked = jax.config.values["jax_default_matmul_precision"]
-    return "highest" if dtype == "bfloat16" and asked in _ABOVE_BFLOAT16 else "default"
+    return _ABOVE_BFLOAT16.get(asked, "default") if dtype == "bfloat16" else "default"
 
 
 def _given(operands: dict[str, Any], name: str) -> jax.Array:

@@ -63,8 +63,8 @@ GOLDENS = {
     "mixed_order": (BOUNDED, dataclasses.replace(SMALL, heads=4, chunks=2, order="mix"), "v6e"),
     "vmem_limit": (BOUNDED, dataclasses.replace(SMALL, vmem_limit_mib=64), "v5e"),
     "float32": (dataclasses.replace(SOFTPLUS, dtype="float32", qk_l2norm=True), TREE, "v6e"),
-    "highest": (
-        dataclasses.replace(BOUNDED, precision="highest", layout="BTHD", batch=2),
+    "high": (
+        dataclasses.replace(BOUNDED, precision="high", layout="BTHD", batch=2),
         dataclasses.replace(SMALL, rows=2, inverse_block=4, inverse_dtype="float32"), "v7x",
     ),
     "residuals": (
@@ -116,7 +116,7 @@ def sample(count: int) -> list[tuple[Problem, Variant, str]]:
             dtype=rng.choice(["bfloat16", "float32"]),
             layout=rng.choice(["HBTD", "BTHD"]),
             residuals=rng.choice([None, "save", "rematerialize"]),
-            precision=rng.choice(["default", "highest"]),
+            precision=rng.choice(["default", "high"]),
             gate=gate,
             lower_bound=rng.choice([-5.0, -0.5]) if gate == "bounded" else None,
             gate_dtype=rng.choice(["bfloat16", "float32"]),

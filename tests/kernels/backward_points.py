@@ -63,13 +63,17 @@ POINTS: dict[str, tuple[Problem, dict[str, Any], dict[str, Any] | None, int]] = 
     ),
     "float32": (SOFTPLUS, {**EXACT, **STATES}, EXACT_VARIANT, 0),
     "hard keys": (
-        SOFTPLUS, {"precision": "highest", **STATES},
+        SOFTPLUS, {"precision": "high", **STATES},
         {"heads": 2, "chunk": 128, "sub_block": 1, "inverse_block": 4, "inverse_dtype": "float32"},
         0,
     ),
     "hard keys, bounded": (
-        BOUNDED, {"precision": "highest", **STATES},
+        BOUNDED, {"precision": "high", **STATES},
         {"heads": 2, "chunk": 128, "inverse_block": 4, "inverse_dtype": "float32"}, 3,
+    ),
+    "products of float32": (
+        BOUNDED, {"precision": "highest", **STATES},
+        {"heads": 2, "inverse_block": 4, "inverse_dtype": "float32", "keep_inverse": True}, 0,
     ),
     "the default of many heads": (BOUNDED, {"heads": 8, **STATES}, None, 0),
 }  # fmt: skip

@@ -76,8 +76,12 @@ POINTS: dict[str, tuple[Problem, dict[str, Any], dict[str, Any] | None, int]] = 
         {"chunk": 128, "heads": 1, "states": "bfloat16", **ALL_KEPT, **TREE, **WIDE}, 0,
     ),
     "parallel keys": (
-        BOUNDED, {"precision": "highest"},
+        BOUNDED, {"precision": "high"},
         {"heads": 2, "weight_depth": 128, **WIDE, **UNBOUNDED}, 0,
+    ),
+    "products of float32": (
+        BOUNDED, {"precision": "highest", "residuals": "save"},
+        {"heads": 2, "sub_block": 16, "states": "float32", "keep_inverse": True, **WIDE}, 5,
     ),
     "a raised limit": (
         BOUNDED, {"initial_state": True},

@@ -18,7 +18,7 @@ from kdagen.gradient.shapes import inputs
 from kdagen.gradient.variant import Request
 from kdagen.measure import operands
 from kdagen.measure.verify import traceable
-from kdagen.problem import Problem
+from kdagen.problem import PRECISIONS, Problem
 from kdagen.variant import default_variant
 
 V6E = get_chip("v6e")
@@ -62,12 +62,19 @@ def traced_backward(problem):
 
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("precision", ["default", "highest"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_product_names_its_precision(gate, dtype, precision):
     problem = dataclasses.replace(
         PROBLEM, dtype=dtype, gate_dtype=dtype, precision=precision, **GATES[gate]
     )
-    assert_named(products(traced(problem)), dtype)
+    assert_named(products(traced(problem)), "float32" if precision == "highest" else dtype)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_every_product_of_the_highest_precision_is_one_of_float32(gate):
+    problem = dataclasses.replace(PROBLEM, precision="highest", residuals="save", **GATES[gate])
+    for of in (traced, traced_backward):
+        assert_named(products(of(problem)), "float32")
 
 
 def assert_named(found, dtype):

@@ -68,7 +68,7 @@ def calls(draw, least_tokens: int = 1) -> Call:
         initial_state=draw(st.booleans()),
         final_state=True,
         layout=draw(st.sampled_from(LAYOUTS)),
-        precision="highest",
+        precision="high",
     )
     return Call(problem, draw(st.sampled_from(kinds.every(problem))), draw(st.integers(0, 99)))
 

@@ -22,7 +22,7 @@ def test_data_of_every_kind(gate, dtype):
     problem = Problem(
         tokens=150, heads=1, key_dim=48, value_dim=40, dtype=dtype, gate=gate,
         lower_bound=-5.0 if gate == "bounded" else None, qk_l2norm=True, initial_state=True,
-        final_state=True, precision="highest",
+        final_state=True, precision="high",
     )  # fmt: skip
     every = kinds.every(problem)
     problem = kinds.with_heads(problem, every)

@@ -81,8 +81,16 @@ def heads_moved(tensors, back=False):
     return {n: jnp.moveaxis(x, *ways) if n in moved else x for n, x in tensors.items()}
 
 
-@pytest.mark.parametrize("precision", ["highest", "float32"])
-def test_the_matmul_precision_of_the_call_is_that_of_the_inverse(precision):
+@pytest.mark.parametrize(
+    ("precision", "told", "exact"),
+    [
+        ("high", "high", False),
+        ("tensorfloat32", "high", False),
+        ("highest", "highest", True),
+        ("float32", "highest", True),
+    ],
+)
+def test_the_matmul_precision_of_the_call_is_that_of_the_kernel(precision, told, exact):
     operands = {name: jnp.zeros((1, 1, 8, 128), jnp.bfloat16) for name in PER_TOKEN}
     operands["beta"] = operands["beta"][..., 0]
 
@@ -93,17 +101,18 @@ def test_the_matmul_precision_of_the_call_is_that_of_the_inverse(precision):
 
     assert found().problem.precision == "default"
     with jax.default_matmul_precision(precision):
-        assert found().problem.precision == "highest"
+        assert (found().problem.precision, found().problem.exact) == (told, exact)
         assert found().settled(False).forward_variant.inverse_dtype == "float32"
         assert found(jnp.float32).problem.precision == "default"
-    with jax.default_matmul_precision("high"):
+    with jax.default_matmul_precision("bfloat16"):
         assert found().problem.precision == "default"
 
 
-def test_parallel_keys_hold_their_accuracy_at_the_highest_precision():
+@pytest.mark.parametrize("precision", ["high", "highest"])
+def test_parallel_keys_hold_their_accuracy_where_it_is_asked_for(precision):
     sizes = dict(heads=1, tokens=128, width_k=128, width_v=128)
     case = make_case(key="parallel", beta=0.98, gate="-0.001", dtype="bfloat16", **sizes)
-    with jax.default_matmul_precision("highest"):
+    with jax.default_matmul_precision(precision):
         found = results(case, implementation="pallas", gradients=False)
     assert_close(found, case, ill_conditioned=True)
 
