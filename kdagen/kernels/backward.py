@@ -203,6 +203,12 @@ def call(
         _check_states(states, cut.chunk_shape(state_shape))
     used = [name for name in specs if not missing.get(name)]
     operands = [made[name]() for name in used]
+    if kernel.packed:
+        cleared = {*tensors, "d_output", "corrected"}
+        operands = [
+            packing.copied(x, interpret) if name in cleared else x
+            for name, x in zip(used, operands, strict=True)
+        ]
     # inside shard_map the results vary over the mesh as the operands do
     axes = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in operands))
     struct = functools.partial(

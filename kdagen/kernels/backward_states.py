@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
@@ -146,23 +145,11 @@ class BackwardStates:
 
             @pl.when(self._active & (ends | stale))
             def _(r=r):
-                self._forget(r)
+                walk.forget(r, (self._kept["written_within"], self._kept["left_within"]))
 
             @pl.when(self._active & ends)
             def _(r=r):
                 walk.each(r, self._leaving, functools.partial(self._end, r))
-
-    def _forget(self, r: int) -> None:
-        for n in range(self._geometry.chunks):
-            for name in ("written_within", "left_within"):
-                ref = self._kept[name]
-                zero = jnp.zeros(ref.shape[1:], F32)
-
-                def clear(head: Any, carry: Any, ref=ref, zero=zero, n=n) -> Any:
-                    ref[self._walk.item(n, r, head)] = zero
-                    return carry
-
-                lax.fori_loop(0, self._geometry.heads, clear, jnp.int32(0))
 
     def _end(self, r: int, at: Visited) -> None:
         """What the cotangent of a final state adds where its segment ends."""

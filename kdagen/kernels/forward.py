@@ -204,6 +204,8 @@ def call(
         "value": (cut.tensor(value_dim, _leaving), cut.view(value)),
         "gate": (cut.tensor(key_dim, entering), cut.view(gate)),
     }
+    if kernel.packed:
+        given = {name: (spec, packing.copied(x, interpret)) for name, (spec, x) in given.items()}
     if cut.lanes_as_given:
         given["beta"] = (cut.lanes(entering), cut.lanes_view(beta))
     else:

@@ -192,6 +192,15 @@ def _count(given: jax.Array) -> jax.Array:
     return jnp.sum(given.astype(F32), axis=1, keepdims=True)
 
 
+def copied(x: jax.Array, interpret: Any) -> jax.Array:
+    """An operand of which every window is a copy, to be cleared.
+
+    XLA may put all of an operand in VMEM; its windows are then the operand itself, which the
+    program may read again.
+    """
+    return x if interpret else pltpu.with_memory_space_constraint(x, pltpu.HBM)
+
+
 def clear_padding(
     cut: Cut, lengths: Any, row: jax.Array, windows: Iterable[tuple[Any, jax.Array]]
 ) -> None:

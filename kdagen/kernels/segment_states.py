@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -152,25 +151,12 @@ class SegmentStates:
 
             @pl.when(self._active & (begun | stale))
             def _(r=r):
-                self._forget(r)
+                self._walk.forget(r, (self._refs["seen_within"], self._refs["state_within"]))
 
             @pl.when(self._active & begun)
             def _(r=r):
                 visit = functools.partial(self._begin, r, dtype)
                 self._walk.each(r, self._leaving, visit, begins=True)
-
-    def _forget(self, r: int) -> None:
-        heads = self._geometry.heads
-        for n in range(self._geometry.chunks):
-            for name in ("seen_within", "state_within"):
-                ref = self._refs[name]
-                zero = jnp.zeros(ref.shape[1:], F32)
-
-                def clear(head: Any, carry: Any, ref=ref, zero=zero, n=n) -> Any:
-                    ref[self._walk.item(n, r, head)] = zero
-                    return carry
-
-                lax.fori_loop(0, heads, clear, jnp.int32(0))
 
     def _begin(self, r: int, dtype: Any, at: Visited) -> None:
         """What the tokens of a segment that begins see of its initial state."""
@@ -209,7 +195,7 @@ class SegmentStates:
             @pl.when(self._active & (self._walk.of_block(r, self._leaving, END) > 0))
             def _(r=r):
                 visit = functools.partial(self._end, r, inverse_dtype, passes)
-                self._walk.each(r, self._leaving, visit)
+                self._walk.each(r, self._leaving, visit, ends=True)
                 self._walk.each_empty(r, self._leaving, functools.partial(self._pass_by, r))
 
     def _end(self, r: int, inverse_dtype: Any, passes: int, at: Visited) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -133,11 +133,14 @@ class Walk:
         visit: Callable[[Visited], None],
         *,
         begins: bool = False,
+        ends: bool = False,
         backwards: bool = False,
     ) -> None:
-        """Chunk by chunk, ``visit`` of every segment that has tokens there, or ``begins`` there;
-        ``backwards``, from the last chunk and the last segment on."""
+        """Chunk by chunk, ``visit`` of every segment that has tokens there, or only of those that
+        begin there, or that end in the block; ``backwards``, from the last chunk and the last
+        segment on."""
         chunk = self.geometry.chunk
+        limit = (block + 1) * self.geometry.block
         batch = self._batch(r)
         first, behind = (self.of_block(r, block, which) for which in (FIRST, BEHIND))
 
@@ -148,9 +151,13 @@ class Walk:
             def of_segment(j: Any, carry: Any) -> Any:
                 segment = first + behind - 1 - j if backwards else j
                 start, end = self._edges(batch, segment)
-                here = (start < at + chunk) & (end > at) & (end > start)
+                wanted = (start < at + chunk) & (end > at) & (end > start)
+                if begins:
+                    wanted &= start >= at
+                if ends:
+                    wanted &= end <= limit
 
-                @pl.when(here & (start >= at) if begins else here)
+                @pl.when(wanted)
                 def _():
                     visit(Visited(segment, n, start, end, at, chunk))
 
@@ -171,6 +178,18 @@ class Walk:
         first = self.of_block(r, block, ENDED)
         behind = first + self.of_block(r, block, END)
         lax.fori_loop(first, behind, of_segment, jnp.int32(0))
+
+    def forget(self, r: int, refs: Iterable[Any]) -> None:
+        """Zeros in references [items, ...] of all chunk-heads of a row."""
+        for n in range(self.geometry.chunks):
+            for ref in refs:
+                zero = jnp.zeros(ref.shape[1:], ref.dtype)
+
+                def clear(head: Any, carry: Any, ref=ref, zero=zero, n=n) -> Any:
+                    ref[self.item(n, r, head)] = zero
+                    return carry
+
+                lax.fori_loop(0, self.geometry.heads, clear, jnp.int32(0))
 
     def each_head(self, visit: Callable[[list[Any]], None]) -> None:
         """``visit`` of all heads of the program, some of them at a time."""

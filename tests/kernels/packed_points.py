@@ -1,25 +1,30 @@
 """Packed sequences, and a process that compiles their kernels.
 
 Run as a program it writes, as JSON to the path it is given, what the compiler says of the forward
-and the backward kernel of each.
+and the backward kernel of each, and where it puts what a small step reads beside them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from kdagen.chips import Chip, get_chip
+from kdagen.compiler import aot
 from kdagen.compiler.aot import CompileError
 from kdagen.compiler.schedule import Schedule
 from kdagen.gradient import variant as gradient
 from kdagen.gradient.variant import BackwardVariant
 from kdagen.measure import offline
 from kdagen.problem import Problem
+from kdagen.runtime.kda import kimi_delta_attention
 from kdagen.variant import Variant, check, vmem_bytes
 from tests.kernels.backward_points import compiled as compiled_backward
 
@@ -83,8 +88,40 @@ def outcome(run: Callable[..., dict[str, int]], name: str) -> dict[str, Any]:
 
 KERNELS = {"forward": forward, "backward": backward}
 
+SHORT = (2, 1, 256, 128)
+
+
+def step(query: Any, key: Any, value: Any, gate: Any, beta: Any, segment_ids: Any) -> Any:
+    """A packed call and its gradient, and what reads the operands once more."""
+
+    def attended(*tensors: Any) -> Any:
+        output, _ = kimi_delta_attention(
+            *tensors, segment_ids=segment_ids, max_num_segments=3, implementation="pallas"
+        )
+        return output
+
+    tensors = (2 * query, 3 * key, 2 * value, gate, beta)
+    output, pull = jax.vjp(attended, *tensors)
+    return output, pull(output), sum(tensors[:4])
+
+
+def in_vmem(chip: Chip) -> dict[str, list[bool]]:
+    """By kernel of ``step``, whether all of an operand lies in VMEM, of those of ``SHORT``."""
+    wide = (SHORT, "bfloat16")
+    args = [wide] * 4 + [(SHORT[:3], "bfloat16"), (SHORT[1:3], "int32")]
+    text = aot.compile_for(chip, step, args).text
+    made = dict(re.findall(r"%(\S+) = (\S+) ", text))
+    shape = "bf16[" + ",".join(map(str, SHORT)) + "]"
+    found = {}
+    for kernel, operands in re.findall(r"%(kda_[a-z]+)\S* = [^%]*custom-call\(([^)]*)\)", text):
+        layouts = [made[name] for name in re.findall(r"%([\w.-]+)", operands)]
+        found[kernel] = ["S(1)" in layout for layout in layouts if layout.startswith(shape)]
+    return found
+
+
 if __name__ == "__main__":
     found = {
         kernel: {name: outcome(run, name) for name in POINTS} for kernel, run in KERNELS.items()
     }
+    found |= {"in_vmem": in_vmem(get_chip("v7x"))}
     Path(sys.argv[1]).write_text(json.dumps(found))

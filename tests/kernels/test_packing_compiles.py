@@ -28,3 +28,9 @@ def test_the_compiler_takes_packed_tokens_in_the_memory_that_was_estimated(outco
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_smallest_memory_is_that_of_a_chip(outcomes, kernel):
     assert outcomes[kernel]["states, in 16 MiB"]["vmem_limit_bytes"] == 16 << 20
+
+
+def test_windows_that_are_cleared_are_copies(outcomes):
+    """XLA puts small tensors in VMEM as a whole, where a window would be the tensor itself."""
+    found = outcomes["in_vmem"]
+    assert found == {"kda_forward": [False] * 4, "kda_backward": [False] * 5}
