@@ -81,7 +81,7 @@ POINTS: dict[str, tuple[Problem, dict[str, Any], dict[str, Any] | None, int]] = 
     ),
     "products of float32": (
         BOUNDED, {"precision": "highest", "residuals": "save"},
-        {"heads": 2, "sub_block": 16, "states": "float32", "keep_inverse": True, **WIDE}, 5,
+        {"heads": 2, "sub_block": 16, "states": "float32", "keep_inverse": True, **WIDE}, 0,
     ),
     "a raised limit": (
         BOUNDED, {"initial_state": True},
