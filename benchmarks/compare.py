@@ -87,8 +87,9 @@ def table_of(chip: Any, db: str | None) -> Path:
 
 def winner(name: str, problem: Any, chip: Any, db: str | None) -> tuple[Any, str]:
     """The tuned variant of a shape, or the default one, and where it comes from."""
+    from kdagen.space import default_variant
     from kdagen.store.tuned import Store
-    from kdagen.variant import Variant, default_variant
+    from kdagen.variant import Variant
 
     path = table_of(chip, db)
     if path.is_file():

@@ -25,16 +25,8 @@ from kdagen.chips import CHIPS, Chip, get_chip
 from kdagen.compiler import aot
 from kdagen.measure.pool import Outcome, Pool
 from kdagen.problem import LAYOUTS, PRECISIONS, Problem, load_shapes
-from kdagen.variant import (
-    SUB_BLOCKS,
-    Variant,
-    VariantError,
-    check,
-    default_variant,
-    loop_bundles,
-    space,
-    vmem_bytes,
-)
+from kdagen.space import default_variant, space
+from kdagen.variant import SUB_BLOCKS, Variant, VariantError, check, loop_bundles, vmem_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 1 << 20

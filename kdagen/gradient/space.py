@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kdagen import variant as forward
+from kdagen import space as forward
 from kdagen.chips import Chip
 from kdagen.gradient.plan import ORDERS
 from kdagen.gradient.step import CUTS

@@ -6,7 +6,7 @@ In this order:
    that has one;
 2. the nearest row of the chip: the same key tuned with another generator, else the fewest facts
    that differ, heads and widths counted by their ratio;
-3. `kdagen.variant.default_variant`, of a training step the default backward and a forward that
+3. `kdagen.space.default_variant`, of a training step the default backward and a forward that
    keeps what it reads (`kdagen.gradient.step.paired`).
 
 A problem that is trained has rows of its own, whose variants are training steps. Those tuned for
@@ -44,7 +44,8 @@ from kdagen.runtime.table import (
     user_table,
 )
 from kdagen.runtime.target import NoKernelError, warn_once
-from kdagen.variant import Variant, VariantError, check, default_variant
+from kdagen.space import default_variant
+from kdagen.variant import Variant, VariantError, check
 
 
 class UntunedError(KdagenError):

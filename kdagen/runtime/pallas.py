@@ -20,7 +20,8 @@ from kdagen.runtime.batching import over_rows
 from kdagen.runtime.dispatch import choose, portable_choice
 from kdagen.runtime.implementations import Chunked, Computed, Cotangents, Kept, Operands
 from kdagen.runtime.target import NoKernelError, Target, warn_once
-from kdagen.variant import LANES, Variant, VariantError, check, default_variant
+from kdagen.space import default_variant
+from kdagen.variant import LANES, Variant, VariantError, check
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from kdagen.gradient.variant import Request
 from kdagen.problem import Problem, ProblemError
 from kdagen.runtime import dispatch
 from kdagen.search.spaces import Candidate, space_of
-from kdagen.variant import Variant, VariantError, default_variant
+from kdagen.space import default_variant
+from kdagen.variant import Variant, VariantError
 
 
 @dataclass(frozen=True)

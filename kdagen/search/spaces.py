@@ -21,8 +21,9 @@ from kdagen.search.axes import (
     unraised,
 )
 from kdagen.search.steps import Steps
+from kdagen.space import default_variant, legal_variants, space
 from kdagen.store.rows import Entry, Result
-from kdagen.variant import Variant, Violation, check, default_variant, legal_variants, space
+from kdagen.variant import Variant, Violation, check
 
 Candidate = Variant | Step
 

@@ -36,18 +36,9 @@ from kdagen.search.axes import (
     structured,
     unraised,
 )
+from kdagen.space import default_variant, space
 from kdagen.store.rows import Entry, Result
-from kdagen.variant import (
-    LANES,
-    MAX_LOOP_BUNDLES,
-    MIB,
-    Variant,
-    VariantError,
-    Violation,
-    check,
-    default_variant,
-    space,
-)
+from kdagen.variant import LANES, MAX_LOOP_BUNDLES, MIB, Variant, VariantError, Violation, check
 
 
 class Steps:

@@ -13,9 +13,9 @@ from kdagen.gradient.step import keeping, paired
 from kdagen.gradient.variant import Request
 from kdagen.problem import TUNED, Problem
 from kdagen.runtime import dispatch
+from kdagen.space import default_variant
 from kdagen.store.rows import Environment
 from kdagen.store.tuned import Store
-from kdagen.variant import default_variant
 from tests.store.rows import step_result
 
 V7X = get_chip("v7x")

@@ -22,7 +22,8 @@ from kdagen.chips import CHIPS, get_chip
 from kdagen.cli import main
 from kdagen.generate import SPECIALISED, code_hash, generate, variant_id
 from kdagen.problem import Problem
-from kdagen.variant import Variant, check, space
+from kdagen.space import space
+from kdagen.variant import Variant, check
 
 GOLDEN = Path(__file__).parent / "golden"
 PROJECT = Path(__file__).parents[2]

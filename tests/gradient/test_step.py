@@ -14,7 +14,8 @@ from kdagen.gradient.step import CUTS, KEPT, Step, check_step, of_first, paired
 from kdagen.gradient.variant import BackwardVariant, check
 from kdagen.gradient.variant import default_variant as gradient_default
 from kdagen.problem import Problem
-from kdagen.variant import VariantError, default_variant
+from kdagen.space import default_variant
+from kdagen.variant import VariantError
 from tests.store.rows import STEP, TRAINED
 
 CHIP = get_chip("v6e")

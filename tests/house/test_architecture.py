@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # What each part of the package may import of the others; everything may import errors. A part is
 # a module or a folder directly below kdagen/.
-DESCRIPTION = {"problem", "chips", "variant"}
+DESCRIPTION = {"problem", "chips", "variant", "space"}
 TUNING = {"measure", "search", "store", "report"}
 MAY_IMPORT = {
     "errors": set(),
@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "emission": {"problem", "chips", "kernels"},
     "schedulers": {"kernels"},
     "variant": {"problem", "chips", "emission", "schedulers", "kernels"},
+    "space": {"problem", "chips", "variant", "kernels"},
     "generate": DESCRIPTION | {"emission", "kernels"},
     "gradient": DESCRIPTION | {"emission", "generate", "kernels"},
     "kernels": set(),

@@ -17,7 +17,8 @@ from kdagen.compiler.aot import CompileError
 from kdagen.compiler.schedule import read_schedule
 from kdagen.measure import offline, operands
 from kdagen.problem import Problem
-from kdagen.variant import Variant, check, default_variant, vmem_bytes
+from kdagen.space import default_variant
+from kdagen.variant import Variant, check, vmem_bytes
 from tests.runtime.compile_projected import moves
 
 PLAIN = Problem(tokens=8192, heads=2)

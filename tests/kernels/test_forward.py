@@ -16,7 +16,8 @@ from kdagen.measure import kinds, operands, verify
 from kdagen.measure.accuracy import relative_error
 from kdagen.measure.kinds import Kind
 from kdagen.problem import Problem
-from kdagen.variant import Variant, default_variant
+from kdagen.space import default_variant
+from kdagen.variant import Variant
 from tests.kernels.calls import CHIP, assert_close, assert_within, call
 
 LENGTHS = (1, 2, 7, 63, 64, 65, 128, 129, 199)

@@ -19,7 +19,7 @@ from kdagen.gradient.variant import Request
 from kdagen.measure import operands
 from kdagen.measure.verify import traceable
 from kdagen.problem import PRECISIONS, Problem
-from kdagen.variant import default_variant
+from kdagen.space import default_variant
 
 V6E = get_chip("v6e")
 PROBLEM = Problem(tokens=128, heads=2, qk_l2norm=True, initial_state=True, final_state=True)

@@ -14,7 +14,8 @@ from kdagen.compiler import aot, model
 from kdagen.measure import offline, operands, worker
 from kdagen.measure.pool import Outcome, Pool, PoolError
 from kdagen.problem import Problem
-from kdagen.variant import Variant, default_variant
+from kdagen.space import default_variant
+from kdagen.variant import Variant
 
 PROBLEM = Problem(tokens=4096, heads=2, gate="bounded", lower_bound=-5.0, final_state=True)
 VARIANT = dataclasses.replace(default_variant(PROBLEM, get_chip("v6e")), heads=2, chunks=1)

@@ -16,7 +16,7 @@ from kdagen.gradient.variant import Request
 from kdagen.measure import hardware, kinds, steps, verify, verify_steps
 from kdagen.measure.pool import Pool
 from kdagen.problem import Problem
-from kdagen.variant import default_variant
+from kdagen.space import default_variant
 
 CHIP = get_chip("v6e")
 PROBLEM = Problem(

@@ -15,7 +15,8 @@ from kdagen.generate import Generated, generate
 from kdagen.measure import kinds, verify
 from kdagen.measure.kinds import Kind
 from kdagen.problem import Problem
-from kdagen.variant import Variant, default_variant
+from kdagen.space import default_variant
+from kdagen.variant import Variant
 
 PROBLEM = Problem(tokens=8192, heads=2, gate="softplus", qk_l2norm=True, final_state=True)
 VARIANT = dataclasses.replace(default_variant(PROBLEM, get_chip("v6e")), heads=2, chunks=1)

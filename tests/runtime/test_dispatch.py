@@ -19,9 +19,10 @@ from kdagen.runtime import dispatch
 from kdagen.runtime.table import TableError, packaged_tables, read_table
 from kdagen.runtime.target import KdagenWarning, NoKernelError, forget_warnings
 from kdagen.search.choice import parse_problem
+from kdagen.space import default_variant
 from kdagen.store.rows import Environment
 from kdagen.store.tuned import Store
-from kdagen.variant import Variant, check, default_variant
+from kdagen.variant import Variant, check
 from tests.store.rows import result
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "shapes.yaml"

@@ -26,9 +26,10 @@ from kdagen.runtime import dispatch, pallas
 from kdagen.runtime.arguments import check_call
 from kdagen.runtime.kda import kimi_delta_attention
 from kdagen.runtime.target import KdagenWarning, NoKernelError, find_target, forget_warnings
+from kdagen.space import default_variant
 from kdagen.store.rows import Environment
 from kdagen.store.tuned import Store
-from kdagen.variant import VariantError, default_variant
+from kdagen.variant import VariantError
 from tests.reference.cases import assert_close, make_case
 from tests.runtime.run import PER_TOKEN, call, results
 from tests.store.rows import result

@@ -11,8 +11,9 @@ from kdagen.chips import get_chip
 from kdagen.problem import Problem
 from kdagen.search.neighbours import neighbours as every_neighbour
 from kdagen.search.spaces import space_of
+from kdagen.space import default_variant
 from kdagen.store.tuned import Store
-from kdagen.variant import check, default_variant
+from kdagen.variant import check
 from tests.store.rows import ENVIRONMENT, FASTER, PROBLEM, result, tuned
 
 

@@ -10,7 +10,8 @@ from kdagen.chips import CHIPS, Chip, get_chip
 from kdagen.problem import Problem
 from kdagen.search.spaces import Forwards
 from kdagen.search.study import Study
-from kdagen.variant import Variant, check, default_variant
+from kdagen.space import default_variant
+from kdagen.variant import Variant, check
 
 CHIP = get_chip("v6e")
 PROBLEM = Problem(tokens=2048, heads=8, gate="bounded", lower_bound=-5.0, qk_l2norm=True)

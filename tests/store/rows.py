@@ -8,9 +8,10 @@ from typing import Any
 from kdagen.chips import get_chip
 from kdagen.gradient.step import Step, paired
 from kdagen.problem import Problem
+from kdagen.space import default_variant
 from kdagen.store.rows import Environment, Result, TensorError
 from kdagen.store.tuned import Store
-from kdagen.variant import Variant, default_variant
+from kdagen.variant import Variant
 
 ENVIRONMENT = Environment(
     chip="v6e",
