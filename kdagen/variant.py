@@ -460,7 +460,8 @@ def _window_bytes(variant: Variant, problem: Problem) -> int:
     values = lanes(variant.heads, problem.value_dim)
     token = 2 * lanes(key_heads, problem.key_dim) * element
     token += keys * _BYTES[problem.gate_dtype] + 2 * values * element
-    token += variant.keep_corrected * values * element + variant.keep_gate * keys * 4
+    token += variant.keep_corrected * values * _operand_bytes(problem)
+    token += variant.keep_gate * keys * 4
     block = variant.rows * variant.block_tokens * token
     # beta, as it is given or as a lane row a pack
     packs = variant.packs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -197,15 +198,9 @@ def keeps_inverse(problem: Problem) -> tuple[bool, ...]:
 
 
 def keeps_corrected(problem: Problem) -> tuple[bool, ...]:
-    """What ``keep_corrected`` may be: a forward keeps them in the dtype of the values.
-
-    Where segments have initial states of their own, these went into them, and they cannot be formed
-    again.
-    """
-    if problem.packed and problem.initial_state:
-        return (True,)
-    rounded = problem.precision == "highest" and problem.dtype == "bfloat16"
-    return (False,) if rounded else (False, True)
+    """What ``keep_corrected`` may be: where segments have initial states of their own, these went
+    into corrected values, which cannot be formed again."""
+    return (True,) if problem.packed and problem.initial_state else (False, True)
 
 
 def _kept(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | None:
@@ -215,8 +210,6 @@ def _kept(variant: BackwardVariant, problem: Problem, chip: Chip) -> str | None:
             "needs one above bfloat16, formed again"
         )
     if variant.keep_corrected not in keeps_corrected(problem):
-        if variant.keep_corrected:
-            return "keep_corrected=True: precision='highest' needs float32, formed again"
         return (
             "keep_corrected=False: with initial states of segments corrected values are kept, and "
             "not formed again"
@@ -303,12 +296,12 @@ def vmem_bytes(variant: BackwardVariant, problem: Problem, chip: Chip) -> int:
     """
     key_dim, value_dim = (-(-d // LANES) * LANES for d in (problem.key_dim, problem.value_dim))
     items = variant.streams * variant.chunks
-    wide = BYTES[problem.dtype]
+    wide, operand = BYTES[problem.dtype], 4 if problem.exact else 2
     row = (4 * key_dim + 3 * value_dim) * wide + 2 * key_dim * BYTES[problem.gate_dtype]
     if variant.keep_corrected:
-        row += value_dim * wide
+        row += value_dim * operand
     if variant.keep_inverse:
-        row += variant.chunk * (4 if problem.exact else 2)
+        row += variant.chunk * operand
     states = key_dim * value_dim * BYTES[states_dtype(problem)]
     blocks = 2 * items * (variant.chunk * row + states)
     state = variant.streams * key_dim * value_dim * 4
@@ -361,31 +354,30 @@ def default_variant(problem: Problem, chip: Chip, *, kept: bool = False) -> Back
       VariantError: no variant serves the problem on this chip; the message is that of ``check``.
     """
     inverse_dtype = "float32" if problem.wide_inverse else "bfloat16"
-    corrected = keeps_corrected(problem)
     ratio = problem.value_heads // problem.heads
+    limits = (0, chip.usable_vmem_bytes * 3 // 4 // MIB)
     violation = None
-    for in_flight in (16, 8, 4, 2, 1):
-        for limit in (0, chip.usable_vmem_bytes * 3 // 4 // MIB):
-            for heads in reversed(range(1, max(in_flight, ratio) + 1)):
-                if problem.value_heads % heads or heads % ratio:
-                    continue
-                long = heads == 1 and 128 in chunks(problem, inverse_dtype)
-                chunk = 128 if long else 64
-                least = LANES // math.gcd(LANES, heads * chunk)  # chunks that fill the lanes
-                most = min(in_flight // heads, -(-problem.tokens // chunk)) // least
-                variant = BackwardVariant(
-                    chunk=chunk,
-                    heads=heads,
-                    chunks=least * max(1, most),
-                    sub_block=sub_blocks(problem)[-1],
-                    inverse_block=4 if problem.wide_inverse else 8,
-                    inverse_dtype=inverse_dtype,
-                    keep_inverse=kept and keeps_inverse(problem)[-1],
-                    keep_corrected=corrected[-1] if kept else corrected[0],
-                    vmem_limit_mib=limit,
-                )
-                found = check(variant, problem, chip)
-                if found is None:
-                    return variant
-                violation = violation or found
+    # short chunks take the least VMEM, and the most time
+    for short, in_flight, limit in itertools.product((False, True), (16, 8, 4, 2, 1), limits):
+        for heads in reversed(range(1, max(in_flight, ratio) + 1)):
+            if problem.value_heads % heads or heads % ratio:
+                continue
+            long = heads == 1 and 128 in chunks(problem, inverse_dtype)
+            chunk = 32 if short else 128 if long else 64
+            least = LANES // math.gcd(LANES, heads * chunk)  # chunks that fill the lanes
+            most = min(in_flight // heads, -(-problem.tokens // chunk)) // least
+            variant = BackwardVariant(
+                chunk=chunk,
+                heads=heads,
+                chunks=least * max(1, most),
+                sub_block=sub_blocks(problem)[-1],
+                inverse_block=4 if problem.wide_inverse else 8,
+                inverse_dtype=inverse_dtype,
+                keep_inverse=keeps_inverse(problem)[-1 if kept else 0],
+                keep_corrected=keeps_corrected(problem)[-1 if kept else 0],
+                vmem_limit_mib=limit,
+            )
+            violation = check(variant, problem, chip)
+            if violation is None:
+                return variant
     raise VariantError(f"no variant serves this problem on {chip.name}: {violation}")

@@ -37,7 +37,7 @@ class Results(NamedTuple):
         of 128 lanes, and chunks those of all blocks.
       inverse: (I + N diag(b))^-1 [B / rows, groups, blocks, packs, C, 128], packs as in
         ``kdagen.kernels.geometry``.
-      corrected: E, as the output, see ``kdagen.kernels.recurrence``.
+      corrected: E, shaped as the output, see ``kdagen.kernels.recurrence``.
       gate: log2 decay as the factorisation takes it (floored), summed from the start of its
         sub-block, as the gate, f32.
     """
@@ -246,7 +246,8 @@ def call(
         inverse = struct((*cut.pack_shape(), *inverse_shape), geometry.operand)
         results["kept_inverse"] = (cut.per_pack(inverse_shape, between), inverse)
     if kernel.keep_corrected:
-        results["kept_corrected"] = output
+        corrected = struct(cut.shape(heads, value_dim), geometry.operand)
+        results["kept_corrected"] = (output[0], corrected)
     if kernel.keep_gate:
         sums = struct(cut.shape(heads, key_dim), F32)
         results["kept_gate"] = (cut.tensor(key_dim, entering), sums)

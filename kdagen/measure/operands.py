@@ -169,14 +169,15 @@ def residual_bytes(problem: Problem, variant: Variant) -> int:
     whole = lambda width: -(-width // LANES) * LANES  # noqa: E731
     streams = problem.batch * problem.value_heads
     chunks = -(-problem.tokens // variant.block_tokens) * variant.chunks
+    operand = 4 if problem.exact else 2
     total = 0
     if variant.states != "none":
         state = whole(problem.key_dim) * whole(problem.value_dim) * BYTES[variant.states]
         total += streams * chunks * state
     if variant.keep_inverse:
-        total += streams * chunks * variant.chunk**2 * (4 if problem.exact else 2)
+        total += streams * chunks * variant.chunk**2 * operand
     if variant.keep_corrected:
-        total += streams * problem.tokens * problem.value_dim * BYTES[problem.dtype]
+        total += streams * problem.tokens * problem.value_dim * operand
     if variant.keep_gate:
         total += streams * problem.tokens * problem.key_dim * 4
     return total

@@ -166,7 +166,7 @@ def _by_platform(call: Call) -> Implementation:
 
     chunked = Chunked(call.options)
     try:
-        kernel = pallas.portable_kernel(call, interpret=False)
+        kernel = pallas.portable_kernel(call)
     except NoKernelError as error:
         return ByPlatform(chunked, chunked, (_fallback(str(error), "xla_chunked"),))
     note = (

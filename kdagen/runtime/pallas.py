@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from kdagen.chips import CHIPS, Chip, get_chip
 from kdagen.gradient.step import Step, keeping, of_first, paired
@@ -29,14 +30,16 @@ class Fused:
     """The fused kernels for one problem.
 
     Attributes:
-      problem, options: what is computed.
+      problem, options: what is computed. Of a step, value heads that share a query and key head may
+        be too many for one program of its gradient: the problem is then that of as many heads, and
+        each value head is given a copy.
       chip: name of the chip that they are generated for.
       interpret: run by Pallas' interpreter, on any platform.
       forward_variant: how the forward of a call that is not differentiated runs; None until it is
         settled.
       step: how a differentiated call runs; None until it is settled, and where no backward kernel
         serves, whose gradient is then that of the chunk form.
-      portable: legal on every chip, and not to be tuned.
+      portable: legal on every chip.
       required: only a kernel will do, for the gradient as well.
     """
 
@@ -53,7 +56,7 @@ class Fused:
         """With tuned variants, or those that there are: `kdagen.runtime.dispatch.choose`."""
         if differentiated:
             try:
-                return replace(self, step=self._chosen_step())
+                return self._with_step()
             except NoKernelError as error:
                 if self.required:
                     raise
@@ -62,9 +65,18 @@ class Fused:
         assert isinstance(chosen, Variant)
         return replace(self, forward_variant=chosen)
 
+    def _with_step(self) -> Fused:
+        try:
+            return replace(self, step=self._chosen_step())
+        except NoKernelError:
+            if self.problem.heads == self.problem.value_heads:
+                raise
+        apart = replace(self, problem=replace(self.problem, heads=self.problem.value_heads))
+        return replace(apart, step=apart._chosen_step())
+
     def _chosen_step(self) -> Step:
         problem = replace(self.problem, residuals=self.options.residuals or TUNED)
-        chip = get_chip(self.chip)
+        chip = _INTERPRETED if self.interpret else get_chip(self.chip)
         if self.forward_variant is None:
             chosen = choose(problem, chip).variant
             assert isinstance(chosen, Step)
@@ -76,7 +88,7 @@ class Fused:
             raise NoKernelError(str(error)) from error
 
     def forward(self, operands: Operands, packing: Packing | None, keep: bool) -> Computed:
-        operands = operands | _told(packing)
+        operands = self._copied(operands) | _told(packing)
         if self.step is None:
             assert self.forward_variant is not None
             results = self._forward(self.problem, self.forward_variant, operands)
@@ -115,9 +127,9 @@ class Fused:
         from kdagen.gradient import source
 
         problem = keeping(self.problem)
-        operands = operands | _told(packing)
+        copied = self._copied(operands) | _told(packing)
         if not kept:
-            found = self._forward(problem, self.step.forward, operands)
+            found = self._forward(problem, self.step.forward, copied)
             kept = {name: x for name, x in found.items() if name in _KEPT and x is not None}
         request = Request.of(
             wanted,
@@ -127,15 +139,43 @@ class Fused:
         chip = get_chip(self.chip)
         module = load(source.generate(problem, request, self.step.backward, chip))
         taken = [*PER_TOKEN, "a_log", "delta_time_bias", *_told(packing)]
-        given = {name: operands[name] for name in taken}
-        given["initial_state"] = None if packing is None else operands["initial_state"]
+        given = {name: copied[name] for name in taken}
+        given["initial_state"] = None if packing is None else copied["initial_state"]
         given |= {argument: kept.get(name) for name, argument in _KEPT.items()}
         given |= {"d_output": cotangents.output, "d_final": cotangents.final_state}
 
         def run(arguments: Operands) -> Operands:
             return module.backward(**arguments, **self._constants())
 
-        return over_rows(run, self._rows())(varying_alike(given))
+        found = over_rows(run, self._rows())(varying_alike(given))
+        return self._summed(found, _given(operands, "query"))
+
+    def _copies(self, query: jax.Array) -> tuple[int, int]:
+        """How many value heads are given a copy of a query and key head, and the axis of heads."""
+        axis = 0 if self.options.layout == "HBTD" else 2
+        return self.problem.heads // query.shape[axis], axis
+
+    def _copied(self, operands: Operands) -> Operands:
+        """With queries and keys of as many heads as the problem has."""
+        copies, axis = self._copies(_given(operands, "query"))
+        if copies == 1:
+            return operands
+        return operands | {
+            name: jnp.repeat(_given(operands, name), copies, axis) for name in ("query", "key")
+        }
+
+    def _summed(self, gradients: dict[str, jax.Array], query: jax.Array) -> dict[str, jax.Array]:
+        """With those of queries and keys summed over the value heads that share them."""
+        copies, axis = self._copies(query)
+        if copies == 1:
+            return gradients
+
+        def summed(x: jax.Array) -> jax.Array:
+            parted = x.reshape(*x.shape[:axis], -1, copies, *x.shape[axis + 1 :])
+            return parted.sum(axis + 1, dtype=jnp.float32).astype(x.dtype)
+
+        shared = gradients.keys() & {"query", "key"}
+        return gradients | {name: summed(gradients[name]) for name in shared}
 
     def _constants(self) -> dict[str, Any]:
         return {
@@ -215,11 +255,35 @@ def _given(operands: dict[str, Any], name: str) -> jax.Array:
     return operands[name]
 
 
-def portable_kernel(call: Call, *, interpret: bool) -> Fused:
-    """Kernels that are legal on every chip, for a trace that does not know its own.
+# The interpreter has no VMEM to run out of.
+_INTERPRETED = replace(
+    get_chip("v6e"), default_vmem_limit_bytes=1 << 40, usable_vmem_bytes=1 << 40
+)  # fmt: skip
 
-    Interpreted, they have as few chunk-heads in flight as can be: the interpreter compiles the
-    whole unrolled program for the host, and nothing is gained by a larger one.
+
+def interpreted_kernel(call: Call) -> Fused:
+    """Kernels for the interpreter, which are of no chip.
+
+    They have as few chunk-heads in flight as can be: the interpreter compiles the whole unrolled
+    program for the host, and nothing is gained by a larger one.
+
+    Raises:
+      NoKernelError: there is none.
+    """
+    problem = problem_of(call)
+    try:
+        variant = default_variant(problem, _INTERPRETED)
+    except VariantError as error:
+        raise NoKernelError(str(error)) from error
+    small = replace(variant, heads=1, rows=1, chunks=LANES // variant.chunk, ends=0)
+    variant = small if check(small, problem, _INTERPRETED) is None else variant
+    return Fused(
+        problem, call.options, _INTERPRETED.name, True, variant, required=_required(call)
+    )  # fmt: skip
+
+
+def portable_kernel(call: Call) -> Fused:
+    """Kernels that are legal on every chip, for a trace that does not know its own.
 
     Raises:
       NoKernelError: there is none.
@@ -228,13 +292,9 @@ def portable_kernel(call: Call, *, interpret: bool) -> Fused:
     choice, chip = portable_choice(problem)
     variant = choice.variant
     assert isinstance(variant, Variant)
-    if interpret:
-        small = replace(variant, heads=1, rows=1, chunks=LANES // variant.chunk, ends=0)
-        variant = small if check(small, problem, chip) is None else variant
     return Fused(
-        problem, call.options, chip.name, interpret, variant, portable=True,
-        required=_required(call),
-    )  # fmt: skip
+        problem, call.options, chip.name, False, variant, portable=True, required=_required(call)
+    )
 
 
 def kernel_for(call: Call, target: Target) -> Fused:
@@ -244,7 +304,7 @@ def kernel_for(call: Call, target: Target) -> Fused:
       NoKernelError: no variant is legal for the call, or the chip is not one of those known.
     """
     if not target.is_tpu:
-        return portable_kernel(call, interpret=True)
+        return interpreted_kernel(call)
     problem, chip = problem_of(call), _chip_of(target)
     try:
         default_variant(problem, chip)

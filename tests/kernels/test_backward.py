@@ -251,11 +251,6 @@ def test_products_say_what_they_round_to(exact):
             "keep_inverse",
         ),
         (
-            dataclasses.replace(LOG_DECAY, precision="highest"),
-            {"inverse_block": 4, "inverse_dtype": "float32", "keep_corrected": True},
-            "keep_corrected=True: precision='highest'",
-        ),
-        (
             dataclasses.replace(LOG_DECAY, segments=3, initial_state=True),
             {},
             "keep_corrected=False: with initial states of segments",
