@@ -29,7 +29,7 @@ def errors(problem: Any, theirs: Callable[..., Any], ours: Callable[..., Any]) -
     from kdagen.measure import accuracy, kinds, verify_steps
 
     problem = dataclasses.replace(problem, tokens=TOKENS)
-    steps = [step_of(forward) for forward in (theirs, ours)]
+    steps = [differentiated(forward) for forward in (theirs, ours)]
     # by tensor, a pair a draw: of all heads together, and of a_log of each head
     found: dict[str, list[list[float]]] = {}
     single: list[list[np.ndarray]] = []
@@ -59,7 +59,7 @@ def errors(problem: Any, theirs: Callable[..., Any], ours: Callable[..., Any]) -
     yield f"  a_log of 1 head  above its bound: tokamax {over[0]:.0%}   kdagen {over[1]:.0%}"
 
 
-def step_of(forward: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+def differentiated(forward: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
     """Output and gradients, by the name of the operand, of operands and a cotangent."""
     import jax
 

@@ -134,7 +134,7 @@ def plan(tokens: int, boundaries: jax.Array | None, layout: str = "HBTD") -> Win
     of_slot = lambda x: jnp.take_along_axis(x, slot, axis=1)  # noqa: E731
     begin, end = of_slot(boundaries[:, :-1]), of_slot(boundaries[:, 1:])
     before = of_slot(chunks_up_to - (sizes + chunk - 1) // chunk)
-    start = begin + (index - before) * chunk
+    start = begin + (index[None] - before) * chunk
     busy_here = index[None] < counts[:, None]
     length = jnp.where(busy_here, jnp.minimum(end - start, chunk), 0)
     first = busy_here & (start == begin)

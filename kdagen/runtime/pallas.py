@@ -238,11 +238,13 @@ def problem_of(call: Call) -> Problem:
     )
 
 
-# What jax.default_matmul_precision may be set to that asks for products above bfloat16: each has
-# another name for what JAX's own products do then.
+# What jax.default_matmul_precision may be set to that asks for products above bfloat16.
 _ABOVE_BFLOAT16 = {
-    "high": "high", "tensorfloat32": "high", "highest": "highest", "float32": "highest",
-}  # fmt: skip
+    **dict.fromkeys(("high", "tensorfloat32", "BF16_BF16_F32_X3", "TF32_TF32_F32"), "high"),
+    **dict.fromkeys(
+        ("highest", "float32", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9", "F32_F32_F32"), "highest"
+    ),
+}
 
 
 def _precision(dtype: str) -> str:

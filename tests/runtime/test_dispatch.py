@@ -230,7 +230,7 @@ def test_strict_dispatch_makes_a_miss_an_error(table):
 def test_what_no_kernel_serves():
     wide = dataclasses.replace(PROBLEM, dtype="float32", key_dim=256, value_dim=256)
     trained = dataclasses.replace(wide, residuals="save")
-    with pytest.raises(NoKernelError, match=r"no backward kernel .* on v4: code_size"):
+    with pytest.raises(NoKernelError, match=r"no backward kernel .* on v4: vmem"):
         dispatch.choose(trained, get_chip("v4"))
 
 

@@ -355,3 +355,11 @@ def test_a_packing_of_another_call_is_refused_by_name(small):
         attend(small.operands, packing, max_num_segments=4)
     with pytest.raises(ValueError, match="cu_seqlens: got it together with segment_ids"):
         attend(small.operands, packing, cu_seqlens=LENGTHS)
+
+
+@pytest.mark.parametrize("implementation", ["pallas", "xla_chunked"])
+def test_no_rank_is_promoted_in_silence(implementation):
+    case = case_of("softplus", PACKINGS["nothing, and all"])
+    with jax.numpy_rank_promotion("raise"):
+        run = functools.partial(call, use_gate_in_kernel=True, implementation=implementation)
+        jax.eval_shape(run, case.operands, cu_seqlens=case.boundaries)

@@ -25,7 +25,13 @@ from kdagen.reference.options import Options
 from kdagen.runtime import dispatch, pallas
 from kdagen.runtime.arguments import check_call
 from kdagen.runtime.kda import kimi_delta_attention
-from kdagen.runtime.target import KdagenWarning, NoKernelError, find_target, forget_warnings
+from kdagen.runtime.target import (
+    KdagenWarning,
+    NoKernelError,
+    Target,
+    find_target,
+    forget_warnings,
+)
 from kdagen.space import default_variant
 from kdagen.store.rows import Environment
 from kdagen.store.tuned import Store
@@ -87,8 +93,10 @@ def heads_moved(tensors, back=False):
     [
         ("high", "high", False),
         ("tensorfloat32", "high", False),
+        ("BF16_BF16_F32_X3", "high", False),
         ("highest", "highest", True),
         ("float32", "highest", True),
+        ("F32_F32_F32", "highest", True),
     ],
 )
 def test_the_matmul_precision_of_the_call_is_that_of_the_kernel(precision, told, exact):
@@ -410,6 +418,40 @@ def test_a_gradient_that_no_kernel_serves_says_where_it_runs(monkeypatch):
     with pytest.raises(NoKernelError, match="for a test"):
         # a function of its own: JAX keeps what it traced of another
         jax.make_jaxpr(lambda x: gradient_of(x))(jnp.zeros((1, 1, 8, 128), jnp.bfloat16))
+
+
+@pytest.mark.parametrize("layout", ["HBTD", "BTHD"])
+def test_value_heads_too_many_for_a_program_have_copies_of_their_key(layout, monkeypatch):
+    alone = pallas.paired
+
+    def refuse(problem, *given, **options):
+        if problem.heads != problem.value_heads:
+            raise VariantError("no backward kernel serves the call: for a test")
+        return alone(problem, *given, **options)
+
+    monkeypatch.setattr(pallas, "paired", refuse)
+    case = make_case(raw=True, heads=2, value_heads=6, tokens=70, width_k=20, width_v=24, batch=2)
+    moved = case
+    if layout == "BTHD":
+        moved = dataclasses.replace(
+            case, operands=heads_moved(case.operands), d_output=jnp.moveaxis(case.d_output, 0, 2)
+        )
+    for residuals in ("save", "rematerialize"):
+        found = results(moved, implementation="pallas", layout=layout, residuals=residuals)
+        assert_close(heads_moved(found, back=True) if layout == "BTHD" else found, case)
+
+
+def test_a_small_chip_has_kernels_for_gradients_of_grouped_heads():
+    """Whose sums over 3 value heads of a key do not fit its VMEM."""
+    shapes = {"query": 1, "key": 1, "value": 3, "gate": 3}
+    given = {n: jnp.zeros((heads, 1, 8, 128), jnp.bfloat16) for n, heads in shapes.items()}
+    given["beta"] = jnp.zeros((3, 1, 8), jnp.bfloat16)
+    call = check_call(**given, **dict.fromkeys(OPTIONAL), **STATIC)
+    target = Target(True, False, get_chip("v4").device_kinds[0], "for a test")
+    with pytest.warns(KdagenWarning, match="not tuned for v4"):
+        settled = pallas.kernel_for(call, target).settled(differentiated=True)
+    assert settled.step is not None
+    assert (settled.problem.heads, settled.problem.value_heads) == (3, 3)
 
 
 @pytest.mark.parametrize("mapped", ["everything", "value only", "a_log too"])

@@ -246,6 +246,16 @@ def test_a_gradient_that_is_asked_for_alone(asked):
         assert_slots_close(found, case)
 
 
+def test_nothing_is_rounded_to_bfloat16_at_the_highest_precision():
+    """But results of that dtype."""
+    case = case_of("softplus", PACKINGS["several in a chunk"])
+    with jax.default_matmul_precision("highest"):
+        found = results("softplus", case)
+    expected = reference(case)
+    for name in ("a_log", "delta_time_bias"):
+        assert relative_error(found[name], expected[name]) < 2e-4, name
+
+
 def test_on_a_tpu_states_of_segments_run_on_kernels(monkeypatch):
     """As a call is traced there, with the gradient and by default, and nothing is passed over."""
     chip = get_chip("v6e")
