@@ -217,12 +217,19 @@ def _written(generated: Generated) -> Path:
 
 def _facts(problem: Problem) -> dict[str, Any]:
     fields = problem.to_dict()
-    return {name: fields[name] for name in SPECIALISED} | packing_fact(problem)
+    return {name: fields[name] for name in SPECIALISED} | unusual_facts(problem)
 
 
-def packing_fact(problem: Problem) -> dict[str, Any]:
-    """That a problem has segments, in the words of one; what they are does not matter."""
-    return {"segments": 1} if problem.packed else {}
+def unusual_facts(problem: Problem) -> dict[str, Any]:
+    """Facts that code depends on and most problems lack, in the words of a problem.
+
+    That there are segments, whatever they are; and that products of bfloat16 operands are asked to
+    be of float32 ("high" is told by the parameters alone).
+    """
+    facts: dict[str, Any] = {"segments": 1} if problem.packed else {}
+    if problem.precision == "highest":
+        facts["precision"] = problem.precision
+    return facts
 
 
 def _again(problem: Problem, variant: Variant, chip: Chip) -> str:

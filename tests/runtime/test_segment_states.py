@@ -247,11 +247,15 @@ def test_a_gradient_that_is_asked_for_alone(asked):
 
 
 def test_nothing_is_rounded_to_bfloat16_at_the_highest_precision():
-    """But results of that dtype."""
+    """But results of that dtype, and after the same call at a lower precision."""
     case = case_of("softplus", PACKINGS["several in a chunk"])
+    rounded = results("softplus", case)
     with jax.default_matmul_precision("highest"):
         found = results("softplus", case)
     expected = reference(case)
+    for name in ("final_state", "initial_state"):
+        assert relative_error(found[name], expected[name]) < 1e-6, name
+        assert relative_error(rounded[name], expected[name]) > 1e-4, name
     for name in ("a_log", "delta_time_bias"):
         assert relative_error(found[name], expected[name]) < 2e-4, name
 
