@@ -84,8 +84,8 @@ def default_variant(problem: Problem, chip: Chip) -> Variant:
     More batch rows of a program, then more of its chunks, make up for missing heads, as far as
     there are any. Few streams take long chunks: the recurrence of a stream is a chain of three
     products a chunk, and nothing else fills its waits. Few blocks have code of their own for both
-    ends. The first that ``check`` passes is taken,
-    from the most tokens in flight and the most heads down.
+    ends. The first that ``check`` passes is taken, from the most tokens in flight and the most
+    heads down.
 
     Raises:
       VariantError: no variant serves the problem on this chip; the message is that of ``check``.
