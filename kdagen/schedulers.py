@@ -105,7 +105,7 @@ _V6 = Scheduler(
     key_spills={"bounded": 1.8, "unbounded": 3.8, "tree": 10.5},
     past_spills=6.7,
     chunk_spills=(2.2, 3.5, 18.3),
-    value_spills=(0.0, 0.8, 4.9),
+    value_spills=(0.0, 3.2, 4.9),
     state_spills=1.0,
 )
 SCHEDULERS = {"v4": _V4, "v5e": _V5, "v5p": _V5, "v6e": _V6, "v7x": _V6}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from kdagen.chips import Chip
-from kdagen.emission import ORDERS, Plan, plan
+from kdagen.emission import INTERLEAVED, ORDERS, Plan, plan
 from kdagen.errors import KdagenError
 from kdagen.kernels.pipeline import DRAIN
 from kdagen.kernels.tiling import LANES
@@ -22,6 +23,8 @@ MAX_LOOP_BUNDLES = 9700
 
 # Where the items of a stage start close together, more of them are alive at once.
 _NARROW_SPAN, _NARROW_SPILLS = 4, 2
+# And where segments of all stages alternate.
+_MIXED_SPILLS = 1.4
 
 # What an inverse in bfloat16 loses grows with the chunk, and averages out over the channels. With
 # chunks of 128 the output of 1024 tokens of hardly any decay is off by 4.8e-3 at 128 channels, by
@@ -421,7 +424,9 @@ def _spill_bytes(variant: Variant, problem: Problem, chip: Chip) -> int:
         streams=variant.streams,
     )
     spans = (variant.recurrence_span, variant.relation_span or variant.recurrence_span)
-    return spill * (_NARROW_SPILLS if min(spans) < _NARROW_SPAN else 1)
+    narrow = _NARROW_SPILLS if min(spans) < _NARROW_SPAN else 1
+    mixed = _MIXED_SPILLS if variant.order == INTERLEAVED else 1
+    return math.ceil(spill * narrow * mixed)
 
 
 def _products(variant: Variant, problem: Problem) -> Products:
