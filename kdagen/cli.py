@@ -274,7 +274,9 @@ def show(chip: str | None, name: str | None, every: bool, db: Path | None) -> No
     paths = [db] if db is not None else lookup.known_tables()
     shown = tables.print_tables(tables.console(), paths, chip=chip, name=name, every=every)
     if not shown:
-        raise click.ClickException("no results; kdagen tune makes them")
+        asked = [f"{flag} {x}" for flag, x in (("--chip", chip), ("--shape", name)) if x]
+        where = " for " + " ".join(asked) if asked else ""
+        raise click.ClickException(f"no results{where}; kdagen tune makes them")
 
 
 @main.command()

@@ -17,6 +17,7 @@ import os
 import re
 import sys
 import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -156,8 +157,15 @@ def load(generated: Generated) -> ModuleType:
       GenerateError: the module does not import.
     """
     name = f"kdagen_generated.{generated.module_name}"
-    if name in sys.modules:
-        return sys.modules[name]
+    # threads may trace the same kernel at once, and a module is listed before it has run
+    with _LOADING:
+        return sys.modules.get(name) or _loaded(generated, name)
+
+
+_LOADING = threading.Lock()
+
+
+def _loaded(generated: Generated, name: str) -> ModuleType:
     try:
         path = _written(generated)
         spec = importlib.util.spec_from_file_location(name, path)

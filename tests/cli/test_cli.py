@@ -359,3 +359,9 @@ def test_chips_says_what_this_machine_compiles_for(run) -> None:
     assert "yes" in lines
     for name in ("v6e", "v5e"):
         assert words.calibration(CHIPS[name]) in lines
+
+
+def test_what_no_result_is_of_is_named(run):
+    result = run("show", "--chip=v7x", "--shape=nosuch")
+    assert result.exit_code == 1
+    assert "no results for --chip v7x --shape nosuch;" in result.output

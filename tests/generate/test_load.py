@@ -9,7 +9,9 @@ import shutil
 import subprocess
 import sys
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -170,3 +172,28 @@ def test_the_id_changes_with_the_template_and_every_helper_that_it_loads(after_c
 
 def test_an_undefined_name_in_a_template_is_an_error(after_changes):
     assert "depth_of_nothing" in after_changes["undefined"]
+
+
+def test_threads_that_load_at_once_get_one_whole_module(cache):
+    """Of 64, at least some of which would meet one that is half loaded."""
+    threads = 8
+    barrier = Barrier(threads)
+    problems = (dataclasses.replace(PROBLEM, key_dim=64 + n) for n in range(64))
+    all_made = [generate(one, Variant(heads=2, lag=4), get_chip("v6e")) for one in problems]
+
+    def load_all(_):
+        found = []
+        for made in all_made:
+            barrier.wait()
+            module = load(made)
+            found.append((module, hasattr(module, "forward")))
+        return found
+
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            first, *others = pool.map(load_all, range(threads))
+    finally:
+        for made in all_made:
+            sys.modules.pop(f"kdagen_generated.{made.module_name}", None)
+    assert all(whole for _, whole in first)
+    assert all(found == first for found in others)
