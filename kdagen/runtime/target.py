@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from dataclasses import dataclass
 
@@ -23,10 +24,27 @@ _told: set[str] = set()
 
 
 def warn_once(message: str) -> None:
-    """A `KdagenWarning`, unless the same message was given before in this process."""
+    """A `KdagenWarning`, unless the same message was given before in this process.
+
+    Of the line that called kdagen, however much of JAX lies between.
+    """
     if message not in _told:
         _told.add(message)
-        warnings.warn(message, KdagenWarning, stacklevel=4)
+        warnings.warn(message, KdagenWarning, stacklevel=_level_of_caller())
+
+
+# Packages whose code stands between a call and what is told of it.
+_BETWEEN = ("kdagen", "jax", "contextlib", "functools")
+
+
+def _level_of_caller() -> int:
+    """What ``stacklevel`` is for the function that asks, to tell the first frame of other code."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        if frame.f_back is None:
+            break
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def forget_warnings() -> None:

@@ -420,6 +420,24 @@ def test_a_gradient_that_no_kernel_serves_says_where_it_runs(monkeypatch):
         jax.make_jaxpr(lambda x: gradient_of(x))(jnp.zeros((1, 1, 8, 128), jnp.bfloat16))
 
 
+def test_warnings_are_of_the_line_that_calls(monkeypatch):
+    forget_warnings()
+    target = Target(True, False, get_chip("v4").device_kinds[0], "for a test")
+    monkeypatch.setattr("kdagen.runtime.kda.find_target", lambda: target)
+    x, beta = jnp.zeros((1, 1, 24, 128)), jnp.zeros((1, 1, 24))
+
+    @jax.jit
+    def loss(value):
+        return kimi_delta_attention(x, x, value, x, beta)[0].sum()
+
+    with pytest.warns(KdagenWarning) as caught:
+        loss.trace(x)
+        jax.jit(jax.grad(loss)).trace(x)
+    told = [w for w in caught if w.category is KdagenWarning]
+    assert len(told) == 2, [str(w.message) for w in told]
+    assert [w.filename for w in told] == [__file__] * 2
+
+
 @pytest.mark.parametrize("layout", ["HBTD", "BTHD"])
 def test_value_heads_too_many_for_a_program_have_copies_of_their_key(layout, monkeypatch):
     alone = pallas.paired
