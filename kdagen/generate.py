@@ -68,7 +68,7 @@ def variant_id(problem: Problem, variant: Variant, chip: Chip) -> str:
                 "chip": chip.name,
                 "code": code_hash(),
                 "parameters": variant.to_dict(),
-                "problem": _facts(problem),
+                "problem": facts(problem),
             }
         ).encode()
     ).hexdigest()
@@ -127,7 +127,7 @@ def generate(problem: Problem, variant: Variant, chip: Chip) -> Generated:
                 code_hash=code_hash(),
                 variant_id=identity,
                 chip=chip.name,
-                problem=_facts(problem),
+                problem=facts(problem),
                 parameters=variant.to_dict(),
                 again=_again(problem, variant, chip),
                 p=variant,
@@ -148,6 +148,10 @@ def generate(problem: Problem, variant: Variant, chip: Chip) -> Generated:
     return Generated(source, identity, f"kda_forward_{identity}")
 
 
+# Threads may trace the same kernel at once, and a module is listed before it has run.
+_LOADING = threading.Lock()
+
+
 def load(generated: Generated) -> ModuleType:
     """Imports a generated module, from a file under ``cache_directory`` where one can be written.
 
@@ -157,12 +161,8 @@ def load(generated: Generated) -> ModuleType:
       GenerateError: the module does not import.
     """
     name = f"kdagen_generated.{generated.module_name}"
-    # threads may trace the same kernel at once, and a module is listed before it has run
     with _LOADING:
         return sys.modules.get(name) or _loaded(generated, name)
-
-
-_LOADING = threading.Lock()
 
 
 def _loaded(generated: Generated, name: str) -> ModuleType:
@@ -223,26 +223,25 @@ def _written(generated: Generated) -> Path:
     return path
 
 
-def _facts(problem: Problem) -> dict[str, Any]:
-    fields = problem.to_dict()
-    return {name: fields[name] for name in SPECIALISED} | unusual_facts(problem)
+def facts(problem: Problem, specialised: tuple[str, ...] = SPECIALISED) -> dict[str, Any]:
+    """What generated code depends on, in the words of a problem.
 
-
-def unusual_facts(problem: Problem) -> dict[str, Any]:
-    """Facts that code depends on and most problems lack, in the words of a problem.
-
-    That there are segments, whatever they are; and that products of bfloat16 operands are asked to
-    be of float32 ("high" is told by the parameters alone).
+    Beside the facts ``specialised``, two that most problems lack: that there are segments, whatever
+    they are, and that products of bfloat16 operands are asked to be of float32 ("high" is told by
+    the parameters alone).
     """
-    facts: dict[str, Any] = {"segments": 1} if problem.packed else {}
+    fields = problem.to_dict()
+    found = {name: fields[name] for name in specialised}
+    if problem.packed:
+        found["segments"] = 1
     if problem.precision == "highest":
-        facts["precision"] = problem.precision
-    return facts
+        found["precision"] = problem.precision
+    return found
 
 
 def _again(problem: Problem, variant: Variant, chip: Chip) -> str:
     """The command that prints this source: any problem of the same facts gives it."""
-    asked = {**_facts(problem), "heads": variant.heads, "tokens": variant.chunk}
+    asked = {**facts(problem), "heads": variant.heads, "tokens": variant.chunk}
     if problem.gate == "bounded":
         asked["lower_bound"] = -5.0  # the bound is an operand of the call
     if variant.rows > 1:

@@ -174,6 +174,11 @@ class Problem:
         return self.dtype == "float32" or self.precision == "highest" or narrow
 
     @property
+    def operand(self) -> str:
+        """Dtype of what a kernel multiplies, and of what its stages hand over and keep."""
+        return "float32" if self.exact else "bfloat16"
+
+    @property
     def trained(self) -> bool:
         """Whether it is a training step: a forward and its gradient."""
         return self.residuals is not None

@@ -382,7 +382,7 @@ def _scratch_bytes(variant: Variant, problem: Problem) -> int:
     """The states, and two slots of what the stages hand over."""
     chunk = variant.chunk
     key_dim, value_dim = _whole_registers(problem)
-    operand, inverse = _operand_bytes(problem), _BYTES[variant.inverse_dtype]
+    operand, inverse = _BYTES[problem.operand], _BYTES[variant.inverse_dtype]
     # a final state is a window, of which there are two
     windows = problem.final_state and not problem.packed
     state = variant.streams * key_dim * value_dim * 4 * (1 + windows)
@@ -398,7 +398,7 @@ def _segment_bytes(variant: Variant, problem: Problem) -> int:
         return 0
     chunk, items = variant.chunk, variant.streams * variant.chunks
     key_dim, value_dim = _whole_registers(problem)
-    operand, inverse = _operand_bytes(problem), _BYTES[variant.inverse_dtype]
+    operand, inverse = _BYTES[problem.operand], _BYTES[variant.inverse_dtype]
     # a window of spans holds a block of both in tiles of 8 rows
     rows = variant.rows * variant.chunks * key_dim * 8 + 4 * _in_tile(variant.packs) * LANES
     rows += 2 * variant.rows * 8 * _in_lanes(variant.block_tokens)
@@ -438,11 +438,6 @@ def _products(variant: Variant, problem: Problem) -> Products:
     )
 
 
-def _operand_bytes(problem: Problem) -> int:
-    """Of what products take, and stages hand over."""
-    return 4 if problem.exact else 2
-
-
 def _window_bytes(variant: Variant, problem: Problem) -> int:
     """Two buffers of every block that the grid steps through."""
     key_dim, value_dim = _whole_registers(problem)
@@ -465,7 +460,7 @@ def _window_bytes(variant: Variant, problem: Problem) -> int:
     values = lanes(variant.heads, problem.value_dim)
     token = 2 * lanes(key_heads, problem.key_dim) * element
     token += keys * _BYTES[problem.gate_dtype] + 2 * values * element
-    token += variant.keep_corrected * values * _operand_bytes(problem)
+    token += variant.keep_corrected * values * _BYTES[problem.operand]
     token += variant.keep_gate * keys * 4
     block = variant.rows * variant.block_tokens * token
     # beta, as it is given or as a lane row a pack
@@ -475,7 +470,7 @@ def _window_bytes(variant: Variant, problem: Problem) -> int:
     if variant.states != "none":
         block += variant.streams * variant.chunks * key_dim * value_dim * _BYTES[variant.states]
     if variant.keep_inverse:
-        block += packs * variant.chunk * LANES * _operand_bytes(problem)
+        block += packs * variant.chunk * LANES * _BYTES[problem.operand]
     # rate and bias of a raw gate: biases of all heads once, both of the heads of a program
     parameters = 0
     if problem.gate != "log_decay":

@@ -31,7 +31,6 @@ def inputs(
 
     key: Shaped = (tensor(problem.heads, problem.key_dim), problem.dtype)
     value: Shaped = (tensor(heads, problem.value_dim), problem.dtype)
-    operand = "float32" if problem.exact else "bfloat16"
     raw, packed = problem.gate != "log_decay", problem.packed
     groups = (rows // variant.rows, heads // variant.heads, blocks)
     packs = variant.streams * variant.block_tokens // LANES
@@ -48,10 +47,10 @@ def inputs(
         "boundaries": ((rows, problem.slots + 1), "int32") if packed else None,
         "initial_state": (state, "float32") if packed and problem.initial_state else None,
         "states": ((rows, heads, blocks * variant.chunks, key_dim, value_dim), states),
-        "inverse": ((*groups, packs, variant.chunk, LANES), operand)
+        "inverse": ((*groups, packs, variant.chunk, LANES), problem.operand)
         if variant.keep_inverse
         else None,
-        "corrected": (value[0], operand) if variant.keep_corrected else None,
+        "corrected": (value[0], problem.operand) if variant.keep_corrected else None,
         "d_output": value if request.output_cotangent else None,
         "d_final": (state, "float32") if request.state_cotangent else None,
     }

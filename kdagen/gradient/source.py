@@ -8,14 +8,13 @@ import hashlib
 from pathlib import Path
 
 from kdagen.chips import Chip
-from kdagen.generate import SPECIALISED as FORWARD_SPECIALISED
 from kdagen.generate import TEMPLATE as FORWARD_TEMPLATE
 from kdagen.generate import (
     Generated,
     GenerateError,
     _environment,
     code_hash,
-    unusual_facts,
+    facts,
 )
 from kdagen.gradient.step import Step
 from kdagen.gradient.variant import BackwardVariant, Request, handover
@@ -53,12 +52,11 @@ def step_hash() -> str:
 def step_id(problem: Problem, step: Step, chip: Chip) -> str:
     """sha256, hex, of a step's parameters, of what its kernels are specialised on, the chip, and
     all that generates them; one that is not legal has an id too."""
-    fields = problem.to_dict()
     asked = {
         "chip": chip.name,
         "code": step_hash(),
         "parameters": step.to_dict(),
-        "problem": {name: fields[name] for name in FORWARD_SPECIALISED} | unusual_facts(problem),
+        "problem": facts(problem),
     }
     return hashlib.sha256(canonical_json(asked).encode()).hexdigest()
 
@@ -74,7 +72,7 @@ def generate(problem: Problem, request: Request, variant: BackwardVariant, chip:
     import jinja2
 
     identity = variant_id(problem, request, variant, chip)
-    facts, handed = _facts(problem, request), handover(variant, problem, request)
+    handed = handover(variant, problem, request)
     try:
         source = (
             _environment()
@@ -84,7 +82,7 @@ def generate(problem: Problem, request: Request, variant: BackwardVariant, chip:
                 code_hash=code_hash(TEMPLATE),
                 variant_id=identity,
                 chip=chip.name,
-                problem=facts,
+                problem=_facts(problem, request),
                 parameters=variant.to_dict(),
                 again="kdagen.gradient.source.generate of these facts, request and parameters",
                 p=variant,
@@ -109,11 +107,10 @@ def generate(problem: Problem, request: Request, variant: BackwardVariant, chip:
 
 
 def _facts(problem: Problem, request: Request) -> dict[str, object]:
-    fields = problem.to_dict()
-    facts = {name: fields[name] for name in SPECIALISED} | unusual_facts(problem)
+    found = facts(problem, SPECIALISED)
     if problem.packed:
-        facts["initial_state"] = problem.initial_state
-    return facts | {
+        found["initial_state"] = problem.initial_state
+    return found | {
         "wanted": request.wanted,
         "output_cotangent": request.output_cotangent,
         "state_cotangent": request.state_cotangent,

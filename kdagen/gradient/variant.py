@@ -296,7 +296,7 @@ def vmem_bytes(variant: BackwardVariant, problem: Problem, chip: Chip) -> int:
     """
     key_dim, value_dim = (-(-d // LANES) * LANES for d in (problem.key_dim, problem.value_dim))
     items = variant.streams * variant.chunks
-    wide, operand = BYTES[problem.dtype], 4 if problem.exact else 2
+    wide, operand = BYTES[problem.dtype], BYTES[problem.operand]
     row = (4 * key_dim + 3 * value_dim) * wide + 2 * key_dim * BYTES[problem.gate_dtype]
     if variant.keep_corrected:
         row += value_dim * operand
@@ -328,7 +328,7 @@ def handover(variant: BackwardVariant, problem: Problem, request: Request) -> Ha
         chunk=variant.chunk,
         items=variant.streams * variant.chunks,
         base=variant.sub_block,
-        dtype="float32" if problem.exact else "bfloat16",
+        dtype=problem.operand,
         inverse_dtype=variant.inverse_dtype,
         gradients=wants,
         norms=problem.qk_l2norm and not {"query", "key"}.isdisjoint(request.wanted),

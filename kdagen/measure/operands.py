@@ -169,7 +169,7 @@ def residual_bytes(problem: Problem, variant: Variant) -> int:
     whole = lambda width: -(-width // LANES) * LANES  # noqa: E731
     streams = problem.batch * problem.value_heads
     chunks = -(-problem.tokens // variant.block_tokens) * variant.chunks
-    operand = 4 if problem.exact else 2
+    operand = BYTES[problem.operand]
     total = 0
     if variant.states != "none":
         state = whole(problem.key_dim) * whole(problem.value_dim) * BYTES[variant.states]

@@ -258,9 +258,7 @@ def _given(operands: dict[str, Any], name: str) -> jax.Array:
 
 
 # The interpreter has no VMEM to run out of.
-_INTERPRETED = replace(
-    get_chip("v6e"), default_vmem_limit_bytes=1 << 40, usable_vmem_bytes=1 << 40
-)  # fmt: skip
+_INTERPRETED = replace(get_chip("v6e"), default_vmem_limit_bytes=1 << 40, usable_vmem_bytes=1 << 40)
 
 
 def interpreted_kernel(call: Call) -> Fused:
@@ -273,15 +271,11 @@ def interpreted_kernel(call: Call) -> Fused:
       NoKernelError: there is none.
     """
     problem = problem_of(call)
-    try:
-        variant = default_variant(problem, _INTERPRETED)
-    except VariantError as error:
-        raise NoKernelError(str(error)) from error
+    variant = _default(problem, _INTERPRETED)
     small = replace(variant, heads=1, rows=1, chunks=LANES // variant.chunk, ends=0)
     variant = small if check(small, problem, _INTERPRETED) is None else variant
-    return Fused(
-        problem, call.options, _INTERPRETED.name, True, variant, required=_required(call)
-    )  # fmt: skip
+    chip = _INTERPRETED.name
+    return Fused(problem, call.options, chip, True, variant, required=_required(call))
 
 
 def portable_kernel(call: Call) -> Fused:
@@ -308,11 +302,15 @@ def kernel_for(call: Call, target: Target) -> Fused:
     if not target.is_tpu:
         return interpreted_kernel(call)
     problem, chip = problem_of(call), _chip_of(target)
+    _default(problem, chip)  # raises where there is none
+    return Fused(problem, call.options, chip.name, required=_required(call))
+
+
+def _default(problem: Problem, chip: Chip) -> Variant:
     try:
-        default_variant(problem, chip)
+        return default_variant(problem, chip)
     except VariantError as error:
         raise NoKernelError(str(error)) from error
-    return Fused(problem, call.options, chip.name, required=_required(call))
 
 
 def _required(call: Call) -> bool:
